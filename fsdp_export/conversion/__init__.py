@@ -1,0 +1,1 @@
+"""From the names a source uses to the names a checkpoint uses."""

@@ -1,0 +1,1 @@
+"""Where tensors go to: files, or a running engine."""

@@ -1,0 +1,1 @@
+"""Where tensors come from: a live module, or a checkpoint on disk."""

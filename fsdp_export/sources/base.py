@@ -1,0 +1,44 @@
+"""What a source is: names and shapes first, rows later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from ..spec import TensorSpec
+
+__all__ = ["Source"]
+
+
+class Source(Protocol):
+    """Named tensors, some or all of whose rows this rank can hand out.
+
+    Attributes:
+        specs: All tensors, in the order in which a checkpoint lists them. Known without reading one.
+        ranks: The global ranks that export together; `(0,)` without a process group.
+        rank: This process's global rank.
+        device: Where tensors that are gathered or converted are put.
+        folder: The folder that is read, which therefore must not be replaced; None for a live module.
+        description: One line that says what was found.
+    """
+
+    specs: tuple[TensorSpec, ...]
+    ranks: tuple[int, ...]
+    rank: int
+    device: torch.device
+    folder: Path | None
+    description: str
+
+    def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
+        """Return this rank's block of rows `first` to before `stop` of a tensor.
+
+        The rows must lie within the block that `spec.sharding` gives this rank; in the other dims the result has
+        the size of that block. It may alias the source's memory, on whatever device that is, and need not be
+        contiguous. A 0-dim tensor is returned as it is, for rows 0 to 1. Not collective.
+
+        Raises:
+            SourceError: The rows cannot be read.
+        """
+        ...
