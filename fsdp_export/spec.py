@@ -18,7 +18,7 @@ import torch
 
 from .errors import SourceError
 
-__all__ = ["Box", "Mesh", "Sharding", "TensorSpec"]
+__all__ = ["Box", "Mesh", "Sharding", "TensorInfo", "TensorSpec"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,22 +166,18 @@ def _insert_axis(order: list[int], axis: int, mesh: Mesh, split_factor: int, nam
 
 
 @dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """What is known of a tensor before a byte of it is read.
+class TensorInfo:
+    """Name, global shape and dtype of a tensor: what a checkpoint says of it.
 
     Attributes:
-        name: Its name in the checkpoint.
+        name: Its name.
         shape: Its global shape.
         dtype: Its dtype.
-        sharding: Who holds which block of it.
-        is_buffer: Whether it is a module's buffer; replicas of a buffer may differ, those of a parameter may not.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    sharding: Sharding
-    is_buffer: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -197,3 +193,16 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of the full tensor."""
         return self.num_rows * self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec(TensorInfo):
+    """What a source knows of a tensor before a byte of it is read.
+
+    Attributes:
+        sharding: Who holds which block of it.
+        is_buffer: Whether it is a module's buffer; replicas of a buffer may differ, those of a parameter may not.
+    """
+
+    sharding: Sharding
+    is_buffer: bool = False

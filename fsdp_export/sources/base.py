@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ..gather import Groups
 from ..spec import TensorSpec
 
 __all__ = ["Source"]
@@ -22,6 +23,8 @@ class Source(Protocol):
         device: Where tensors that are gathered or converted are put.
         folder: The folder that is read, which therefore must not be replaced; None for a live module.
         description: One line that says what was found.
+        copies: Tensors of which every rank has a copy of its own that nothing keeps equal.
+        groups: Process groups along the mesh axes that specs name, where they have more than one rank.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -30,6 +33,12 @@ class Source(Protocol):
     device: torch.device
     folder: Path | None
     description: str
+    copies: tuple[TensorSpec, ...]
+    groups: Groups
+
+    def refresh(self) -> None:
+        """Look again for what may have changed since the last walk. Called before every walk."""
+        ...
 
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Return this rank's block of rows `first` to before `stop` of a tensor.

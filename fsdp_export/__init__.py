@@ -1,0 +1,55 @@
+"""Get the weights out of a sharded FSDP2 training run, without moving or gathering the model.
+
+Example::
+
+    from fsdp_export import Exporter, save_checkpoint
+
+    save_checkpoint(model, "ckpt/", tokenizer=tokenizer)     # every rank calls; a Hugging Face folder appears
+
+    exporter = Exporter(model, dtype="bfloat16")             # plans once, used every step
+    for name, tensor in exporter.tensors():                  # full tensors on the device, in plan order
+        ...
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .api import export_checkpoint, save_checkpoint
+    from .errors import ExportError
+    from .exporter import Exporter
+    from .sinks.base import MemorySink, Sink
+    from .sinks.huggingface import Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ExportError",
+    "Exporter",
+    "MemorySink",
+    "Report",
+    "Sink",
+    "__version__",
+    "export_checkpoint",
+    "save_checkpoint",
+]
+
+# Loaded at first use: `fsdp-export --help` must not wait for torch.
+_MODULES = {
+    "ExportError": "errors",
+    "Exporter": "exporter",
+    "MemorySink": "sinks.base",
+    "Report": "sinks.huggingface",
+    "Sink": "sinks.base",
+    "export_checkpoint": "api",
+    "save_checkpoint": "api",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what the package promises at the moment it is asked for."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

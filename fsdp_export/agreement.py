@@ -1,0 +1,82 @@
+"""What the ranks must agree on before anything is delivered: one plan, and equal copies of what nothing shards."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+
+import torch
+
+from .errors import DisagreementError, listing
+from .fence import Operation
+from .plan import Plan
+from .sources.base import Source
+
+__all__ = ["agree_on_plan", "check_copies", "fingerprint"]
+
+_log = logging.getLogger("fsdp_export")
+_CHUNK_BYTES = 64 << 20
+
+
+def agree_on_plan(plan: Plan, operation: Operation) -> None:
+    """Compare the plans of all ranks. Collective.
+
+    Raises:
+        DisagreementError: They differ; names the first tensor that does.
+    """
+    if len(set(operation.agree(plan.digest))) == 1:
+        return
+    hashes = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in plan.lines]
+    everyones = [text.split() for text in operation.agree(" ".join(hashes))]
+    shortest = min(map(len, everyones))
+    first = next((i for i in range(shortest) if len({theirs[i] for theirs in everyones}) > 1), shortest)
+    lines = operation.agree(plan.lines[first] if first < len(plan.lines) else "nothing")
+    other = next(index for index, line in enumerate(lines) if line != lines[0])
+    raise DisagreementError(
+        f"the ranks would export different tensors, first at position {first}",
+        expected=f"as on rank {plan.ranks[0]}: {lines[0]}",
+        found=f"on rank {plan.ranks[other]}: {lines[other]}",
+        fix="Build the same model, in the same order, on every rank",
+    )
+
+
+def check_copies(source: Source, operation: Operation) -> None:
+    """Compare tensors of which every rank has a copy of its own. Collective.
+
+    Raises:
+        DisagreementError: A parameter differs. Buffers that differ (the statistics of a BatchNorm, say) are logged.
+    """
+    if not source.copies:
+        return
+    mine = [fingerprint(source.rows(spec, 0, spec.num_rows)) for spec in source.copies]
+    everyones = [text.split() for text in operation.agree(" ".join(mine))]
+    differing = [
+        spec for index, spec in enumerate(source.copies) if len({theirs[index] for theirs in everyones}) > 1
+    ]
+    parameters = [spec.name for spec in differing if not spec.is_buffer]
+    if parameters:
+        raise DisagreementError(
+            f"parameters that nothing shards differ between ranks: {listing(parameters)}",
+            fix="Broadcast them from one rank first; experts that live on one rank each need an expert-parallel DTensor",
+        )
+    if differing:
+        names = listing(spec.name for spec in differing)
+        _log.warning("buffers differ between ranks, one rank's copy is exported: %s", names)
+
+
+def fingerprint(tensor: torch.Tensor) -> str:
+    """Return a checksum of the bytes of a tensor, computed where it is: two sums over its 64-bit words, one weighted.
+
+    It tells copies that drifted apart; it is no defence against a forger.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    plain, weighted = 0, 0
+    for begin in range(0, flat.numel(), _CHUNK_BYTES):
+        chunk = flat[begin : begin + _CHUNK_BYTES]
+        if chunk.numel() % 8:
+            chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
+        words = chunk.view(torch.int64) if chunk.storage_offset() % 8 == 0 else chunk.clone().view(torch.int64)
+        weights = torch.arange(begin, begin + words.numel(), device=words.device).mul_(2).add_(1)
+        plain += int(words.sum())
+        weighted += int(weights.mul_(words).sum())
+    return f"{plain & (2**64 - 1):x}.{weighted & (2**64 - 1):x}"

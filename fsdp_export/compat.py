@@ -1,0 +1,57 @@
+"""Private or version-dependent torch API: one small function each, tested for the feature and not for a version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+__all__ = ["all_gather_into", "connect", "default_store", "has_multi_get"]
+
+# The old name warns since torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def default_store() -> Store:
+    """Return the store through which the ranks of the default process group found each other.
+
+    Raises:
+        ValueError: There is no default process group.
+    """
+    store: Store = distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way to it
+    return store
+
+
+def connect(store: Store, prefix: str) -> Store:
+    """Return a connection of its own to a store, for keys of their own."""
+    untyped: Any = store  # torch's stubs lack `clone`
+    return PrefixStore(prefix, untyped.clone())
+
+
+def has_multi_get(store: Store) -> bool:
+    """Tell whether a store can read several keys at once."""
+    untyped: Any = store  # torch's stubs lack `has_extended_api`
+    return bool(untyped.has_extended_api())
+
+
+def all_gather_into(
+    output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> dist.Work | None:
+    """Gather equal shards of all ranks of a group into one tensor.
+
+    Collective: every rank of the group must call this in the same order.
+
+    Args:
+        output: Receives the shards one after another along dim 0; contiguous, on the device of `shard`.
+        shard: This rank's part; contiguous, of the same shape and dtype on every rank.
+        group: The process group; None is the default one.
+        async_op: Whether to return before the gather is done.
+
+    Returns:
+        The work to wait for if `async_op`, else None.
+    """
+    work: dist.Work | None = _all_gather(output, shard, group=group, async_op=async_op)
+    return work

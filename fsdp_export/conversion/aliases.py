@@ -1,0 +1,112 @@
+"""Aliases: the further names of a tied weight, and which of its names the checkpoint keeps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..names import strip_wrappers
+
+__all__ = ["declared_aliases", "find_aliases"]
+
+_log = logging.getLogger("fsdp_export")
+
+
+def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str]:
+    """Group the names of a live module's tensors by identity, and choose one of each group.
+
+    Identity, not memory: on a rank with an empty shard unrelated tensors have the same data pointer. Of tied names
+    the one is kept that `save_pretrained` keeps, which drops what the model's class declares as tied; where nothing
+    is declared, the first. Not collective, and the same on every rank.
+
+    Args:
+        named: Name to parameter or buffer, in the order of `state_dict(keep_vars=True)`, without wrapper segments.
+        model: The module, wrapped or not.
+
+    Returns:
+        Each name to leave out, and the name under which the same tensor is kept.
+    """
+    groups: dict[int, list[str]] = {}
+    for name, value in named.items():
+        if isinstance(value, torch.Tensor):
+            groups.setdefault(id(value), []).append(name)
+    tied = [names for names in groups.values() if len(names) > 1]
+    patterns = _declared_patterns(model) if tied else []
+    aliases = {}
+    for names in tied:
+        kept = _kept(names, patterns)
+        aliases.update({name: kept for name in names if name != kept})
+    return aliases
+
+
+def declared_aliases(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    """Tell which names of a checkpoint its config declares to be tied.
+
+    The class that `architectures` names is built on the meta device, as transformers ties it: defaults of the config
+    class count, and no code from outside of transformers is run. Values are not looked at.
+
+    Args:
+        config: A parsed `config.json`.
+        names: The names in the checkpoint.
+
+    Returns:
+        Each name that is declared a copy, and the name it is a copy of, where the checkpoint has both. Empty for a
+        class that transformers does not have.
+    """
+    twin = _meta_twin(config)
+    if twin is None:
+        return {}
+    present = set(names)
+    declared = find_aliases(twin.state_dict(keep_vars=True), twin)
+    return {alias: kept for alias, kept in declared.items() if alias in present and kept in present}
+
+
+def _declared_patterns(model: nn.Module) -> list[str]:
+    """Collect the regular expressions by which transformers classes, at any depth, declare names as tied.
+
+    They are a list in transformers 4 and the keys of a dict in transformers 5; unescaped and not anchored in both.
+    """
+    modules = dict(model.named_modules())
+    ddp_modules = [name for name, module in modules.items() if isinstance(module, DistributedDataParallel)]
+    patterns = []
+    for raw_name, module in modules.items():
+        name = strip_wrappers(f"{raw_name}.", ddp_modules) if raw_name else ""
+        for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys"):
+            patterns += [f"{name}{key}" for key in getattr(module, attribute, None) or ()]
+    return patterns
+
+
+def _kept(names: list[str], patterns: list[str]) -> str:
+    declared = sorted(name for name in names if any(re.search(pattern, name) for pattern in patterns))
+    if len(declared) == len(names):
+        return declared[-1]
+    return next(name for name in names if name not in declared)
+
+
+def _meta_twin(config: Mapping[str, Any]) -> nn.Module | None:
+    """Build the model of a config without memory for its weights; None where transformers cannot."""
+    try:
+        import transformers
+    except ImportError:
+        return None
+    architectures = config.get("architectures") or [""]
+    model_class = getattr(transformers, str(architectures[0]).removeprefix("FSDP"), None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        return None
+    try:
+        config_class: Any = model_class.config_class
+        live_config = config_class.from_dict(copy.deepcopy(dict(config)))
+        with torch.device("meta"):
+            twin: nn.Module = model_class(live_config)
+    except Exception as error:  # noqa: BLE001
+        # A config of any age and origin may fail anywhere in its class; the price is one copy too many in the files.
+        _log.warning("%s cannot be built from its config, so no weight counts as tied: %s", model_class.__name__, error)
+        return None
+    return twin

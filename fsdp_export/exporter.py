@@ -1,0 +1,198 @@
+"""One exporter for everything: files, engines and your own loop are three ends of the same walk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from .agreement import agree_on_plan, check_copies
+from .conversion.aliases import find_aliases
+from .dtypes import DtypePolicy
+from .errors import UsageError
+from .fence import Fence, Operation
+from .names import select
+from .plan import Plan, copy_step
+from .sinks.base import Sink
+from .sinks.huggingface import Report, folder_sink
+from .sinks.sidecars import from_model, has_config
+from .sources.base import Source
+from .sources.live import LiveSource, find_ranks, named_tensors
+from .walk import Delivered, gathered_pieces, run
+
+__all__ = ["Exporter"]
+
+# Larger buckets gain nothing, neither over NVLink nor on the CPU, where they are host memory.
+_BUCKET_BYTES = 512 << 20
+_CPU_BUCKET_BYTES = 32 << 20
+
+
+class Exporter:
+    """Delivers the tensors of a sharded module, bucket by bucket, without moving or changing it.
+
+    Making one is local and free; the plan is made at the first use and reused. Values are read at each use.
+
+    Args:
+        model: The module (FSDP2, DDP or plain), or a `Source`.
+        state_dict: Other values under the module's names, for example an EMA: DTensors, or local tensors of the
+            shapes of the module's own local tensors. A missing or misshapen one is an error.
+        dtype: What floating tensors are cast to: `"keep"`, a torch dtype or its name.
+        include: Patterns of names to export; see `fsdp_export.names.select`.
+        exclude: Patterns of names to leave out.
+        aliases: For a `Source`: names to leave out, and the name that stands for each.
+        untied: For a `Source`: names that count as tied but are exported since their values differ.
+        device: Where tensors are gathered; default: this rank's device of the mesh.
+        bucket_bytes: Bytes gathered at a time; at most two buckets are alive. Default: 512 MiB, 32 MiB on the CPU.
+        timeout: Seconds to wait for a rank that does not call.
+
+    Raises:
+        UsageError: `dtype` is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Source,
+        *,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        dtype: str | torch.dtype | DtypePolicy = "keep",
+        include: Sequence[str] = (),
+        exclude: Sequence[str] = (),
+        aliases: Mapping[str, str] | None = None,
+        untied: Sequence[str] = (),
+        device: torch.device | str | None = None,
+        bucket_bytes: int | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        self._model, self._state_dict = model, state_dict
+        self._dtype = DtypePolicy.parse(dtype)
+        self._include, self._exclude = include, exclude
+        self._given_aliases, self._untied = aliases, tuple(untied)
+        self._device = torch.device(device) if device is not None else None
+        self._bucket_bytes = bucket_bytes
+        ranks, rank = find_ranks(model) if isinstance(model, nn.Module) else (model.ranks, model.rank)
+        self._fence = Fence(ranks, rank, timeout=timeout)
+
+    @cached_property
+    def source(self) -> Source:
+        """What is exported. Local; raises what cannot be exported (`SourceError`, `UsageError`)."""
+        if not isinstance(self._model, nn.Module):
+            return self._model
+        return LiveSource(self._model, state_dict=self._state_dict, aliases=self._aliases, device=self._device)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered."""
+        specs = {spec.name: spec for spec in self.source.specs if spec.name not in self._aliases}
+        names, self.pattern_hits = select(list(specs), self._include, self._exclude)
+        steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
+        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield every tensor whole, as `(name, tensor)`, in plan order, on the device.
+
+        Collective: every rank must drain this; one that stops early ends it with an error on all. The tensors belong
+        to the consumer. Peak device memory: two buckets and what the consumer keeps.
+
+        Raises:
+            ExportError: As `send`.
+        """
+        with self._fence.operation("Exporter.tensors") as operation:
+            self._prepare(operation)
+            for piece in gathered_pieces(self.plan, self.source, operation, self.bucket_bytes):
+                operation.check()
+                yield piece.info.name, piece.tensor
+
+    def send(self, sink: Sink, *, delivered: Delivered = lambda _: None, gather_all: bool = False) -> None:
+        """Deliver everything to a sink, all or nothing. Collective: every rank must call this.
+
+        Args:
+            sink: Where it goes.
+            delivered: Called with the bytes that this rank has just delivered.
+            gather_all: For tests: send every tensor through the device, held or not.
+
+        Raises:
+            ExportError: Something failed on some rank; the same error is raised on all.
+        """
+        with self._fence.operation("Exporter.send") as operation:
+            self._prepare(operation)
+            run(
+                self.plan,
+                self.source,
+                sink,
+                operation,
+                bucket_bytes=self.bucket_bytes,
+                gather_all=gather_all,
+                delivered=delivered,
+            )
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
+        max_shard_size: int | str = "5GB",
+        tokenizer: object | None = None,
+        overwrite: bool = False,
+        fsync: bool = True,
+        delivered: Delivered = lambda _: None,
+        gather_all: bool = False,
+    ) -> Report:
+        """Write a checkpoint folder: the old one stays until the new one is complete. Collective.
+
+        What a rank holds it writes itself, without a gather. Peak memory: two buckets on the device for what no rank
+        holds whole, and a fixed ring of host memory.
+
+        Args:
+            path: The folder. Other files in it are left alone; an earlier export of ours is replaced.
+            format: `"hf"` (`model*.safetensors`, index, config, tokenizer), `"safetensors"` (one file), or `"auto"`:
+                hf when the model has a config.
+            max_shard_size: Bytes per file for `"hf"`, a number or decimal like `"5GB"`.
+            tokenizer: A tokenizer or processor to save with the model.
+            overwrite: Whether weights in the folder that we did not write may be replaced.
+            fsync: Whether to return only when the disk has the bytes.
+            delivered: As in `send`.
+            gather_all: As in `send`.
+
+        Returns:
+            What was written; on ranks other than the first without the names of removed files.
+
+        Raises:
+            ExportError: As `send`; the earlier checkpoint is intact.
+        """
+        if not isinstance(self._model, nn.Module):
+            raise UsageError("save() needs a module", fix="Use send() with a sink, or export_checkpoint()")
+        model = self._model
+        sink = folder_sink(
+            Path(path),
+            format=format,
+            has_config=has_config(model),
+            sidecars=lambda: from_model(model, tokenizer=tokenizer),
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            fsync=fsync,
+        )
+        started = time.perf_counter()
+        self.send(sink, delivered=delivered, gather_all=gather_all)
+        return sink.report(self.plan, time.perf_counter() - started)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of a bucket."""
+        default = _CPU_BUCKET_BYTES if self.source.device.type == "cpu" else _BUCKET_BYTES
+        return self._bucket_bytes or default
+
+    @cached_property
+    def _aliases(self) -> Mapping[str, str]:
+        if isinstance(self._model, nn.Module):
+            return find_aliases(named_tensors(self._model), self._model)
+        return self._given_aliases or {}
+
+    def _prepare(self, operation: Operation) -> None:
+        self.source.refresh()
+        agree_on_plan(self.plan, operation)
+        check_copies(self.source, operation)

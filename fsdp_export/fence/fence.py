@@ -1,0 +1,80 @@
+"""What an exporter holds: the ranks it exports with, and the way into an operation with them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+
+from torch.distributed.distributed_c10d import Store
+
+from ..compat import default_store
+from ..errors import UsageError
+from .board import Link
+from .operation import Operation, SharedOperation
+
+__all__ = ["Fence"]
+
+
+class Fence:
+    """Agreement among the ranks that export together; free where there is only one.
+
+    Args:
+        ranks: The global ranks that export together, in order. The first is called rank 0 here.
+        rank: This process's global rank.
+        store: A store that all of them reach; None is the default process group's.
+        timeout: Seconds to wait for ranks that have not called. Nothing else is ever timed out.
+
+    Attributes:
+        index: Where this process stands among the ranks.
+        size: How many ranks there are.
+        is_lead: Whether this process is rank 0.
+
+    Raises:
+        UsageError: This process is not one of the ranks.
+    """
+
+    def __init__(self, ranks: Sequence[int], rank: int, *, store: Store | None = None, timeout: float = 600.0) -> None:
+        if rank not in ranks:
+            raise UsageError("this process takes no part", expected=f"one of ranks {ranks}", found=f"rank {rank}")
+        self.index = ranks.index(rank)
+        self.size = len(ranks)
+        self.is_lead = self.index == 0
+        self._is_busy = threading.Lock()
+        self._link = None
+        if self.size > 1:
+            self._link = Link(ranks, self.index, default_store() if store is None else store, timeout)
+
+    @contextlib.contextmanager
+    def operation(self, what: str) -> Iterator[Operation]:
+        """Enter an operation with all ranks, and leave it with them.
+
+        Collective: every rank of the fence must call this in the same order.
+
+        Args:
+            what: The call that the user makes, for messages; the same on every rank.
+
+        Yields:
+            The operation. An exception in the body on one rank becomes an error on every rank.
+
+        Raises:
+            ExportError: A rank failed with an error of this package; the same class on every rank.
+            RankError: A rank failed with another exception, was interrupted, died or never called.
+            DisagreementError: The ranks call different things.
+            UsageError: This process is within an operation of this fence already.
+        """
+        if not self._is_busy.acquire(blocking=False):
+            raise UsageError(f"{what} was called within another export of the same ranks", fix="Finish that one first")
+        try:
+            if self._link is None:
+                yield Operation()
+                return
+            with contextlib.closing(SharedOperation(self._link, what, self._link.next_number(what))) as operation:
+                try:
+                    operation.enter()
+                    yield operation
+                    operation.end()
+                except BaseException as error:  # noqa: BLE001 - it is raised again, once the other ranks know of it
+                    operation.fail(error)
+        finally:
+            self._is_busy.release()

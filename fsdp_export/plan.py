@@ -1,0 +1,278 @@
+"""What is delivered, by whom, in which pieces: known on every rank before the first byte moves.
+
+A *step* maps input tensors to output tensors. It is cut along dim 0 into *units*, here the rows; what one rank holds
+of all its inputs it can deliver alone. `local_windows` says which units each rank delivers so, `gathered_steps` which
+steps need the other ranks, and `windows` cuts those into buckets of bounded size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .layout import DEFAULT_SHARD_SIZE, split_into_files
+from .names import check_unique
+from .spec import TensorInfo, TensorSpec
+from .table import plan_table
+
+__all__ = ["Piece", "Plan", "Step", "Window", "copy_step", "share_out"]
+
+Rows = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of an output tensor.
+
+    Attributes:
+        info: The output: name, global shape, dtype.
+        first_row: Where in dim 0 the rows begin.
+        tensor: The rows, on any device, in the output's dtype; a 0-dim output comes whole.
+    """
+
+    info: TensorInfo
+    first_row: int
+    tensor: torch.Tensor
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is the full tensor."""
+        return tuple(self.tensor.shape) == self.info.shape
+
+
+Convert = Callable[[Sequence[torch.Tensor], int], Iterable[Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Maps inputs to outputs, unit by unit.
+
+    Attributes:
+        inputs: What it reads; unit `i` needs row `i` of each.
+        outputs: What it makes.
+        num_units: Number of units.
+        read_dtype: The dtype inputs are cast to as they are read, before a gather; None to leave them.
+        convert: Maps the rows of a range of units, and the first unit, to pieces.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorInfo, ...]
+    num_units: int
+    read_dtype: torch.dtype | None
+    convert: Convert
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(output.num_bytes for output in self.outputs)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of the inputs of one unit, as they are gathered."""
+        return sum(spec.row_bytes * self._gathered_itemsize(spec) // spec.dtype.itemsize for spec in self.inputs)
+
+    def _gathered_itemsize(self, spec: TensorSpec) -> int:
+        return (self.read_dtype or spec.dtype).itemsize
+
+
+def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None) -> Step:
+    """Return the step that delivers a tensor under its own name.
+
+    Args:
+        spec: The tensor.
+        dtype: What to cast it to; None to keep its dtype. A cast that narrows comes before a gather, one that widens
+            after it.
+    """
+    output = TensorInfo(spec.name, spec.shape, dtype or spec.dtype)
+    narrows = output.dtype.itemsize < spec.dtype.itemsize
+
+    def convert(inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
+        yield Piece(output, first_unit, inputs[0].to(output.dtype))
+
+    return Step((spec,), (output,), spec.num_rows, output.dtype if narrows else None, convert)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Units of a step that are read together.
+
+    Attributes:
+        step: The step.
+        blocks: Disjoint ranges of units, ascending. Inputs hold their rows one after the other.
+    """
+
+    step: Step
+    blocks: tuple[Rows, ...]
+
+    @property
+    def num_units(self) -> int:
+        """Number of units in all blocks."""
+        return sum(stop - first for first, stop in self.blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.num_units * self.step.unit_bytes
+
+    def part(self, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
+        """Yield where in the inputs, and which units, the units `begin` to before `end` of this window are."""
+        row = 0
+        for first, stop in self.blocks:
+            low, high = max(begin, row), min(end, row + stop - first)
+            if low < high:
+                yield low, (first + low - row, first + high - row)
+            row += stop - first
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All steps of an export.
+
+    Attributes:
+        steps: In the order of the state dict.
+        ranks: The global ranks that export together.
+        aliases: Names that are not delivered because they are tied, and the name that is delivered instead.
+        untied: Names that count as tied but differ, so that all of them are delivered.
+    """
+
+    steps: tuple[Step, ...]
+    ranks: tuple[int, ...] = (0,)
+    aliases: tuple[tuple[str, str], ...] = ()
+    untied: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_unique(output.name for output in self.outputs)
+
+    @cached_property
+    def outputs(self) -> tuple[TensorInfo, ...]:
+        """All outputs, in the order of the state dict."""
+        return tuple(output for step in self.steps for output in step.outputs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(output.num_bytes for output in self.outputs)
+
+    def __str__(self) -> str:
+        return plan_table(self.outputs, split_into_files(self.outputs, DEFAULT_SHARD_SIZE))
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """One line per step; equal on all ranks, or the export is refused."""
+        return [
+            f"{spec.name} {list(spec.shape)} {spec.dtype} buffer={spec.is_buffer} mesh={spec.sharding.mesh.shape}"
+            f" ranks={_digest(str(spec.sharding.mesh.ranks))} cuts={spec.sharding.cuts} -> "
+            + ", ".join(f"{output.name} {list(output.shape)} {output.dtype}" for output in step.outputs)
+            for step in self.steps
+            for spec in step.inputs
+        ]
+
+    @property
+    def digest(self) -> str:
+        """A hash of everything that must be equal on all ranks."""
+        return _digest("\n".join(self.lines))
+
+    @cached_property
+    def gathered_steps(self) -> tuple[Step, ...]:
+        """Steps with rows that no rank holds whole."""
+        return tuple(step for step in self.steps if not _is_local(step))
+
+    def local_windows(self, rank: int) -> list[Window]:
+        """Return the units that a rank delivers from what it holds, so that all local units are delivered once.
+
+        Replicas share: the rows that the same ranks hold are laid end to end, and each of them takes an equal part.
+        """
+        held: dict[tuple[int, ...], list[tuple[int, Window]]] = {}
+        for position, step in enumerate(self.steps):
+            if _is_local(step):
+                for rows, ranks in _row_holders(step):
+                    held.setdefault(ranks, []).append((position, Window(step, (rows,))))
+        mine = []
+        for ranks, items in held.items():
+            if rank in ranks:
+                windows = [window for _, window in items]
+                for index, begin, end in share_out(windows, ranks.index(rank), len(ranks)):
+                    position, window = items[index]
+                    mine.append((position, Window(window.step, tuple(rows for _, rows in window.part(begin, end)))))
+        return [window for _, window in sorted(mine, key=lambda item: (item[0], item[1].blocks))]
+
+    def windows(self, steps: Iterable[Step], max_bytes: int, *, whole: bool) -> list[list[Window]]:
+        """Cut steps into buckets to gather one after the other.
+
+        Args:
+            steps: The steps.
+            max_bytes: Bytes of gathered inputs per bucket. A larger unit, or with `whole` a larger step, gets a
+                bucket of its own.
+            whole: Whether a step must stay in one piece.
+        """
+        buckets: list[list[Window]] = []
+        room = 0
+        for step in steps:
+            for window in [Window(step, ((0, step.num_units),))] if whole else _cut(step, max_bytes):
+                if not buckets or window.num_bytes > room:
+                    buckets.append([])
+                    room = max_bytes
+                buckets[-1].append(window)
+                room -= window.num_bytes
+        return buckets
+
+
+def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tuple[int, int, int]]:
+    """Lay windows end to end, cut the line into parts of equal bytes, and return one of them.
+
+    A cut falls between rows. A window of a buffer stays whole, since the replicas of a buffer may differ.
+
+    Returns:
+        For each window that lies in the part: its index, and its first unit and the one after the last, counted from
+        the begin of the window.
+    """
+    total = sum(window.num_bytes for window in windows)
+    position = 0
+    for index, window in enumerate(windows):
+        begin, end = (_units_before(total * cut // parts - position, window) for cut in (part, part + 1))
+        if window.num_bytes == 0:
+            begin, end = 0, window.num_units if part == 0 else 0
+        elif any(spec.is_buffer for spec in window.step.inputs):
+            begin, end = (window.num_units if cut > 0 else 0 for cut in (begin, end))
+        if begin < end:
+            yield index, begin, end
+        position += window.num_bytes
+
+
+def _units_before(cut: int, window: Window) -> int:
+    """Return how many units of a window lie before a cut, given in bytes from the begin of the window."""
+    num_units = window.num_units
+    return min(max(cut, 0) * num_units // window.num_bytes, num_units) if window.num_bytes else 0
+
+
+def _row_holders(step: Step) -> list[tuple[Rows, tuple[int, ...]]]:
+    """Return ranges of rows, and the ranks that hold them in full width."""
+    spec = step.inputs[0]
+    return [
+        (box.rows, ranks)
+        for box, ranks in spec.sharding.holders(spec.shape)
+        if box.has_full_rows(spec.shape) and box.rows[0] < box.rows[1]
+    ]
+
+
+def _is_local(step: Step) -> bool:
+    return sum(stop - first for (first, stop), _ in _row_holders(step)) == step.num_units
+
+
+def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
+    """Cut a step into windows that take an equal number of rows from every block of dim 0."""
+    spec = step.inputs[0]
+    blocks = sorted({box.rows for box, _ in spec.sharding.holders(spec.shape) if box.rows[0] < box.rows[1]})
+    longest = max((stop - first for first, stop in blocks), default=0)
+    rows = max(max_bytes // max(step.unit_bytes * len(blocks), 1), 1)
+    for begin in range(0, longest, rows):
+        parts = ((first + begin, min(first + begin + rows, stop)) for first, stop in blocks)
+        yield Window(step, tuple(part for part in parts if part[0] < part[1]))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,0 +1,97 @@
+"""What a sink is: told the plan first, handed pieces, committed or aborted. The walk knows nothing else of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ..plan import Piece, Plan
+
+__all__ = ["Delivery", "MemorySink", "Sink"]
+
+Delivery = Literal["once", "everyone"]
+
+
+class Sink:
+    """Receives the tensors of one export. To add a transport, subclass it and override what it needs.
+
+    The calls come in this order. Ranks meet between the lines, and an exception on any rank ends the export on all::
+
+        begin       first rank        announce the update; may return a ticket, a string that all ranks get
+        open        every rank        connect, open files
+        write       every rank        any number of pieces
+        close       every rank        all that was written has arrived
+        commit      first rank        make it the current version
+        abort       every rank        instead of what was left of the above
+
+    Attributes:
+        delivery: `"once"`: every row of every tensor is written on exactly one rank, in any order (a rank writes what
+            it holds, so nothing is gathered that need not be). `"everyone"`: every tensor is written whole, in plan
+            order, on every rank, on the device.
+    """
+
+    delivery: Delivery = "everyone"
+
+    def begin(self, plan: Plan) -> str:
+        """Prepare the update. Called on the first rank only.
+
+        Args:
+            plan: Names, shapes and dtypes of all outputs, in order.
+
+        Returns:
+            The ticket.
+        """
+        return ""
+
+    def open(self, plan: Plan, rank: int, ticket: str) -> None:
+        """Get ready to receive pieces. Called on every rank.
+
+        Args:
+            plan: As in `begin`.
+            rank: This process's global rank.
+            ticket: What `begin` returned on the first rank.
+        """
+
+    def write(self, piece: Piece) -> None:
+        """Take a piece. Called on every rank that has one.
+
+        The tensor must not be changed, and must be copied if it is needed after this returns, unless it was read on
+        a device stream: such reads are waited for before the memory is used again.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Wait until all pieces of this rank have arrived. Called on every rank."""
+
+    def commit(self) -> None:
+        """Make the update current. Called on the first rank only, once every rank has closed."""
+
+    def abort(self) -> None:
+        """Undo as far as possible. Called on every rank, in any state; must not raise."""
+
+
+class MemorySink(Sink):
+    """Keeps full tensors in host memory: the smallest sink there is, and a handy one in tests.
+
+    Attributes:
+        tensors: Name to tensor, on the CPU, of the last committed export; every rank has all of them.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, object] = {}
+        self._pending: dict[str, object] = {}
+
+    def open(self, plan: Plan, rank: int, ticket: str) -> None:
+        """Forget what an export that failed left."""
+        self._pending = {}
+
+    def write(self, piece: Piece) -> None:
+        """Copy a full tensor."""
+        self._pending[piece.info.name] = piece.tensor.detach().to("cpu", copy=True)
+
+    def close(self) -> None:
+        """Show the tensors: every rank has its own copy, so there is nothing to commit together."""
+        self.tensors = self._pending
+
+    def abort(self) -> None:
+        """Drop what came so far."""
+        self._pending = {}

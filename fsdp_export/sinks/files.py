@@ -1,0 +1,221 @@
+"""One safetensors file, or several, that all ranks write by offset into a hidden folder, which is then published."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from .. import __version__
+from ..errors import SinkError
+from ..layout import FileLayout, lay_out
+from ..plan import Piece, Plan
+from ..publish import MARKER, Publication
+from .base import Delivery, Sink
+from .ring import PinnedRing
+
+__all__ = ["FileSink", "single_file"]
+
+def single_file(plan: Plan) -> list[FileLayout]:
+    """Lay out all outputs of a plan in `model.safetensors`."""
+    return [lay_out("model.safetensors", plan.outputs)]
+
+
+class FileSink(Sink):
+    """Writes safetensors files. Every rank writes the rows it is given, straight to where they belong.
+
+    Args:
+        folder: Where the files appear, all at once, when the export is complete.
+        lay_out_files: Maps a plan to its files; called on every rank, with the same result.
+        provenance: What the export was made from, for the record beside the files.
+        overwrite: Whether weights that we did not write may be replaced.
+        fsync: Whether to wait until the disk has the bytes.
+
+    Attributes:
+        layouts: The weight files of the last export.
+        written: Names and sizes of all its files; on the first rank.
+        removed: Names of earlier files that the last export removed; on the first rank.
+    """
+
+    delivery: Delivery = "once"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lay_out_files: Callable[[Plan], list[FileLayout]] = single_file,
+        provenance: Mapping[str, object] | None = None,
+        overwrite: bool = False,
+        fsync: bool = True,
+    ) -> None:
+        self.folder = folder
+        self.layouts: list[FileLayout] = []
+        self.removed: list[str] = []
+        self.written: dict[str, int] = {}
+        self.fsync = fsync
+        self._lay_out_files, self._provenance = lay_out_files, dict(provenance or {})
+        self._overwrite = overwrite
+        self._plan: Plan | None = None
+        self._publication: Publication | None = None
+        self._staging: Path | None = None
+        self._file_of: dict[str, FileLayout] = {}
+        self._files: dict[str, int] = {}
+        self._ring: PinnedRing | None = None
+
+    def begin(self, plan: Plan) -> str:
+        """Make the hidden folder, and in it every file with its header and full size; see `Sink.begin`.
+
+        Raises:
+            SinkError: The folder cannot be used, or has too little space.
+        """
+        layouts = self._lay_out_files(plan)
+        self._publication = Publication.begin(self.folder, overwrite=self._overwrite, fsync=self.fsync)
+        _check_free_space(self.folder, sum(layout.num_bytes for layout in layouts))
+        for layout in layouts:
+            path = self._publication.staging / layout.name
+            try:
+                with path.open("xb") as file:
+                    file.write(layout.header)
+                    file.truncate(layout.num_bytes)
+            except OSError as error:
+                raise _write_error(error, path, len(layout.header)) from error
+        return json.dumps([str(self._publication.staging), self._publication.token])
+
+    def open(self, plan: Plan, rank: int, ticket: str) -> None:
+        """Look for the hidden folder; see `Sink.open`.
+
+        Raises:
+            SinkError: This rank does not see it.
+        """
+        self._staging = self.folder / Path(json.loads(ticket)[0]).name
+        token = self._staging / "token"
+        if not token.is_file() or token.read_text() != json.loads(ticket)[1]:
+            raise SinkError(
+                f"the folder is not the one that rank {plan.ranks[0]} sees, as on a disk local to {socket.gethostname()}",
+                file=self.folder,
+                fix="Write to a folder that all hosts share",
+            )
+        self._plan, self.layouts = plan, self._lay_out_files(plan)
+        self._file_of = {name: layout for layout in self.layouts for name in layout.offsets}
+
+    def write(self, piece: Piece) -> None:
+        """Write rows where they belong in their file; see `Sink.write`.
+
+        Raises:
+            SinkError: The file cannot be written.
+        """
+        layout = self._file_of[piece.info.name]
+        offset = layout.offsets[piece.info.name] + piece.first_row * piece.info.row_bytes
+        tensor = piece.tensor.contiguous()
+        if tensor.numel() == 0:
+            return
+        path, file = self._open_file(layout.name)
+
+        def write(data: memoryview, at: int) -> None:
+            _write_all(file, path, data, at)
+
+        if tensor.device.type == "cpu":
+            write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), offset)
+            return
+        if self._ring is None:
+            self._ring = PinnedRing(tensor.device)
+        self._ring.write(tensor, offset, write)
+
+    def close(self) -> None:
+        """Wait for the bytes of this rank; see `Sink.close`."""
+        if self._ring is not None:
+            self._ring.wait()
+        if self.fsync:
+            for name, file in self._files.items():
+                try:
+                    os.fsync(file)
+                except OSError as error:
+                    raise _write_error(error, self.folder / name, 0) from error
+        self._release()
+
+    def commit(self) -> None:
+        """Add the other files and publish; see `Sink.commit`."""
+        assert self._publication is not None
+        assert self._plan is not None
+        staging = self._publication.staging
+        names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
+        sizes = {name: (staging / name).stat().st_size for name in names}
+        record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
+        with (staging / MARKER).open("x") as file:
+            json.dump(record, file, indent=2)
+            file.write("\n")
+        self.removed = self._publication.publish([*names, MARKER])
+        self.written = sizes
+        self._publication = None
+
+    def write_extras(self, staging: Path, plan: Plan) -> list[str]:
+        """Write what belongs beside the weights. Called on the first rank, before the files are published.
+
+        Args:
+            staging: Where to.
+            plan: What was exported.
+
+        Returns:
+            The names of the files, relative to `staging`.
+        """
+        return []
+
+    def abort(self) -> None:
+        """Remove the hidden folder; see `Sink.abort`."""
+        self._release()
+        if self._publication is not None:
+            self._publication.abort()
+            self._publication = None
+
+    def _open_file(self, name: str) -> tuple[Path, int]:
+        assert self._staging is not None
+        path = self._staging / name
+        if name not in self._files:
+            self._files[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        return path, self._files[name]
+
+    def _release(self) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+
+def _write_all(file: int, path: Path, data: memoryview, offset: int) -> None:
+    begin = 0
+    while begin < len(data):
+        try:
+            begin += os.pwrite(file, data[begin:], offset + begin)
+        except OSError as error:
+            raise _write_error(error, path, len(data) - begin) from error
+
+
+def _write_error(error: OSError, path: Path, num_bytes: int) -> SinkError:
+    out_of_space = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+    return SinkError(
+        f"cannot write {num_bytes:,} bytes ({error.strerror})",
+        file=path.parent.parent / path.name,
+        fix=("Free some space, or write elsewhere" if out_of_space else "Write elsewhere")
+        + "; an earlier export there is intact",
+    )
+
+
+def _check_free_space(folder: Path, num_bytes: int) -> None:
+    stats = os.statvfs(folder)
+    free = stats.f_bavail * stats.f_frsize
+    # Some network file systems report nothing at all.
+    if stats.f_blocks and free < num_bytes:
+        raise SinkError(
+            "too little free space",
+            file=folder,
+            expected=f"{num_bytes:,} bytes",
+            found=f"{free:,} bytes",
+            fix="Free some space, or write elsewhere; an earlier export there is intact",
+        )

@@ -1,0 +1,200 @@
+"""A folder as `save_pretrained` writes it: weights, index, config, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..layout import FileLayout, split_into_files
+from ..plan import Plan
+from ..table import human_bytes, summary
+from .files import FileSink, single_file
+from .sidecars import Sidecars, fit_config, write
+
+__all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
+
+_log = logging.getLogger("fsdp_export")
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an export wrote.
+
+    Attributes:
+        path: The folder.
+        files: Names and sizes in bytes of all files written; on the first rank.
+        num_tensors: Number of tensors.
+        num_bytes: Bytes of all tensors.
+        seconds: From the call to the publication.
+        removed: Names of files of an earlier export that are gone; on the first rank.
+        notes: What was decided or is missing, a line each; on the first rank.
+        what: Tensors, bytes and dtypes in words.
+    """
+
+    path: Path
+    files: Mapping[str, int]
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    removed: Sequence[str] = ()
+    notes: Sequence[str] = ()
+    what: str = ""
+
+    def headline(self) -> str:
+        """Return what was written, how big and how fast, in one line."""
+        num_files = sum(name.endswith(".safetensors") for name in self.files)
+        files = f"{num_files} file" + ("s" if num_files != 1 else "")
+        speed = human_bytes(self.num_bytes / max(self.seconds, 1e-9))
+        return f"{self.what}, {files} in {self.path} after {self.seconds:.1f} s ({speed}/s)"
+
+    def lines(self) -> list[str]:
+        """Return everything a person wants to know; the last line is the headline."""
+        removed = [f"removed {', '.join(self.removed)} of the earlier export"] if self.removed else []
+        return [*self.notes, *removed, f"wrote {self.headline()}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "path": str(self.path),
+            "files": dict(self.files),
+            "tensors": self.num_tensors,
+            "bytes": self.num_bytes,
+            "seconds": round(self.seconds, 3),
+            "removed": list(self.removed),
+            "notes": list(self.notes),
+        }
+
+
+def folder_layouts(
+    format: str,  # noqa: A002  the name that users of this ecosystem expect
+    *,
+    has_config: bool,
+    max_shard_size: int | str,
+) -> Callable[[Plan], list[FileLayout]]:
+    """Return how a plan is laid out in files.
+
+    Raises:
+        UsageError: The format is none, or the size cannot be read.
+    """
+    if format not in {"auto", "hf", "safetensors"}:
+        raise UsageError("no such format", expected="auto, hf or safetensors", found=format)
+    if format == "safetensors" or (format == "auto" and not has_config):
+        return single_file
+    return partial(_split, max_shard_size=max_shard_size)
+
+
+def folder_sink(
+    folder: Path,
+    *,
+    format: str,  # noqa: A002  the name that users of this ecosystem expect
+    has_config: bool,
+    sidecars: Callable[[], Sidecars],
+    max_shard_size: int | str,
+    overwrite: bool,
+    fsync: bool,
+    provenance: Mapping[str, object] | None = None,
+) -> HuggingFaceSink:
+    """Return the sink of a format; `"auto"` is `"hf"` where there is a config.
+
+    Raises:
+        UsageError: As `folder_layouts`; or the format is `"hf"` and there is no config.
+    """
+    lay_out = folder_layouts(format, has_config=has_config, max_shard_size=max_shard_size)
+    notes = []
+    if not has_config and format == "hf":
+        raise UsageError("no config for a Hugging Face folder", fix="Give --base-model, or --format safetensors")
+    if not has_config and format == "auto":
+        notes.append("no config was found: one safetensors file is written, without config or tokenizer")
+    return HuggingFaceSink(
+        folder,
+        lay_out_files=lay_out,
+        sidecars=sidecars if lay_out is not single_file else None,
+        overwrite=overwrite,
+        fsync=fsync,
+        provenance=provenance,
+        notes=notes,
+    )
+
+
+class HuggingFaceSink(FileSink):
+    """Writes weights as `FileSink` does, and beside them index, config, tokenizer.
+
+    Args:
+        folder: As for `FileSink`, and so are `lay_out_files`, `overwrite`, `fsync` and `provenance`.
+        sidecars: Finds config, tokenizer and so on; called on the first rank. None to write weights alone.
+        notes: Lines for the report.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        lay_out_files: Callable[[Plan], list[FileLayout]],
+        sidecars: Callable[[], Sidecars] | None,
+        overwrite: bool,
+        fsync: bool,
+        provenance: Mapping[str, object] | None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync
+        )
+        self._find_sidecars = sidecars
+        self._notes = list(notes)
+        self._sidecars = Sidecars()
+
+    def begin(self, plan: Plan) -> str:
+        """Decide on the sidecars, then as `FileSink.begin`."""
+        if self._find_sidecars is not None:
+            dtypes = (output.dtype for output in plan.outputs if output.dtype.is_floating_point)
+            self._sidecars = fit_config(self._find_sidecars(), dtype=next(dtypes, None), untied=bool(plan.untied))
+        return super().begin(plan)
+
+    def write_extras(self, staging: Path, plan: Plan) -> list[str]:
+        """Write the index and the sidecars."""
+        names = write(self._sidecars, staging, fsync=self.fsync)
+        if len(self.layouts) > 1:
+            text = json.dumps(_index(plan, self.layouts), indent=2, sort_keys=True) + "\n"
+            (staging / _INDEX).write_text(text)
+            names.append(_INDEX)
+        return names
+
+    def report(self, plan: Plan, seconds: float) -> Report:
+        """Tell what the last export wrote."""
+        missing = [f"not written: {what}" for what in self._sidecars.missing]
+        return Report(
+            path=self.folder,
+            files=self.written,
+            num_tensors=len(plan.outputs),
+            num_bytes=plan.num_bytes,
+            seconds=seconds,
+            removed=self.removed,
+            notes=[*self._notes, *self._sidecars.warnings, *missing],
+            what=summary(plan.outputs),
+        )
+
+
+def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
+    try:
+        return split_into_files(plan.outputs, max_shard_size)
+    except ValueError as error:
+        fix = "Give bytes, or a number with KB, MB or GB"
+        raise UsageError("a shard size that cannot be read", found=repr(max_shard_size), fix=fix) from error
+
+
+def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:
+    num_parameters = sum(
+        math.prod(spec.shape) for step in plan.steps for spec in step.inputs if not spec.is_buffer
+    )
+    return {
+        "metadata": {"total_parameters": num_parameters, "total_size": plan.num_bytes},
+        "weight_map": {name: layout.name for layout in layouts for name in layout.offsets},
+    }

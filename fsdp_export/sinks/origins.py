@@ -1,0 +1,188 @@
+"""Where sidecars come from: a folder, the folders above it, the local hub cache. Nothing in them is run."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ..errors import NotFoundError
+
+__all__ = [
+    "CONFIG",
+    "GENERATION_CONFIG",
+    "TOKENIZER_CONFIG",
+    "code_files",
+    "find",
+    "locate_base",
+    "locate_local",
+    "processor_files",
+    "search_folders",
+    "tokenizer_files",
+]
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+_TOKENIZER = (
+    "tokenizer.json",
+    TOKENIZER_CONFIG,
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
+)
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+_NEVER = re.compile(r".*\.(safetensors|bin|pt|pth|h5|gguf|msgpack|index\.json)")
+
+_NUM_PARENTS = 3
+
+
+def search_folders(folder: Path) -> list[Path]:
+    """Return where a checkpoint's sidecars may be, nearest first: in it or above it, or in `huggingface/` there."""
+    folder = folder.resolve()
+    levels = [folder, *folder.parents[:_NUM_PARENTS]]
+    return [place for level in levels for place in (level, level / "huggingface")]
+
+
+def find(folder: Path, *patterns: str) -> dict[str, Path]:
+    """Return the files of a folder that match, by their names relative to it; never weights."""
+    paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
+    return {str(path.relative_to(folder)): path for path in paths if path.is_file() and not _NEVER.fullmatch(path.name)}
+
+
+def tokenizer_files(folder: Path) -> dict[str, Path]:
+    """Return the files of a tokenizer by their names, with chat templates and code; empty when the folder has none.
+
+    A vocabulary alone is taken for a tokenizer only beside a model's config.
+    """
+    files = find(folder, *_TOKENIZER)
+    if not find(folder, "tokenizer.json", TOKENIZER_CONFIG, CONFIG):
+        return {}
+    if TOKENIZER_CONFIG in files:
+        with suppress(OSError, ValueError):  # one that cannot be read is copied all the same
+            files.update(code_files(folder, json.loads(files[TOKENIZER_CONFIG].read_bytes())))
+    return files
+
+
+def processor_files(folder: Path) -> dict[str, Path]:
+    """Return the files of an image, audio or video processor by their names."""
+    return find(folder, *_PROCESSOR)
+
+
+def code_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Path]:
+    """Return the Python files that a config names in `auto_map`, and those that these import from beside them."""
+    files: dict[str, Path] = {}
+    waiting = list(_modules(config.get("auto_map")))
+    while waiting:
+        name = f"{waiting.pop()}.py"
+        path = folder / name
+        if name not in files and path.is_file():
+            files[name] = path
+            waiting += _imports_beside(path)
+    return dict(sorted(files.items()))
+
+
+def locate_local(name: object, revision: object = None) -> Path | None:
+    """Return the folder that a `name_or_path` stands for, without the network.
+
+    Args:
+        name: A local folder, or the id of a model on the hub.
+        revision: The commit it was loaded at; None for the cached `main`.
+
+    Returns:
+        The folder itself or the model's snapshot in the hub cache; None when neither is there.
+    """
+    if not isinstance(name, str) or not name:
+        return None
+    folder = Path(name)
+    try:
+        if folder.is_dir():
+            return folder
+    except OSError:  # a folder above it may not be looked into
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in (CONFIG, TOKENIZER_CONFIG, "tokenizer.json"):
+        try:
+            found = try_to_load_from_cache(name, file, revision=str(revision) if revision else None)
+        except ValueError:  # not the form of a hub id
+            return None
+        if isinstance(found, str):
+            return Path(found).parent
+    return None
+
+
+def locate_base(base_model: str | Path) -> tuple[Path, str | None]:
+    """Return the folder of a base model; its small files are downloaded where the hub cache lacks them.
+
+    Args:
+        base_model: A local folder, or the id of a model on the hub.
+
+    Returns:
+        The folder, and a warning when the hub was asked in vain for what the cache lacks.
+
+    Raises:
+        NotFoundError: It is no folder, and neither in the hub cache nor to be downloaded.
+    """
+    folder = locate_local(str(base_model))
+    is_complete = folder is not None and tokenizer_files(folder) and find(folder, CONFIG)
+    if folder is not None and (is_complete or Path(base_model).is_dir()):
+        return folder, None
+    folder, reason = _download(str(base_model), folder)
+    if folder is None:
+        raise NotFoundError(
+            f"the base model {str(base_model)!r} is no folder, not in the hub cache and not to be downloaded: {reason}",
+            fix="Give the folder of the model that was trained",
+        )
+    return folder, f"{base_model}: only what the hub cache has was used: {reason}" if reason else None
+
+
+def _download(model_id: str, cached: Path | None) -> tuple[Path | None, str | None]:
+    """Fetch a model's small files, at the cached commit if there is one; else return what there is, and why."""
+    from huggingface_hub import constants, snapshot_download
+
+    if constants.HF_HUB_OFFLINE:
+        return cached, "HF_HUB_OFFLINE is set"
+    try:
+        folder = snapshot_download(
+            model_id,
+            revision=cached.name if cached is not None else None,
+            allow_patterns=[CONFIG, GENERATION_CONFIG, *_TOKENIZER, *_PROCESSOR, "*.py"],
+            ignore_patterns=["*.bin", "*/*.py", "*/*.model"],
+        )
+    except Exception as error:  # noqa: BLE001  whatever an HTTP client raises, in each version of the hub's library
+        return cached, str(error).strip().partition("\n")[0].removesuffix(".")
+    return Path(folder), None
+
+
+def _modules(auto_map: object) -> Iterator[str]:
+    """Yield the modules that an `auto_map` names; those of other repositories (`id--module.Class`) are left there."""
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    for value in values:
+        for reference in value if isinstance(value, list | tuple) else [value]:
+            module = re.fullmatch(r"(\w+)\.\w+", str(reference))
+            if module and not module[1].startswith("_fsdp_"):
+                yield module[1]
+
+
+def _imports_beside(path: Path) -> Iterator[str]:
+    """Yield the modules that a Python file imports from its own folder, by reading it."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            yield from [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]

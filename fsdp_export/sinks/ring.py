@@ -1,0 +1,83 @@
+"""From device memory to files through a fixed ring of pinned host memory."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+__all__ = ["PinnedRing"]
+
+_SLOT_BYTES = 32 << 20
+_NUM_SLOTS = 8
+_NUM_THREADS = 4
+
+Write = Callable[[memoryview, int], None]
+"""Writes bytes at an offset."""
+
+
+class PinnedRing:
+    """Copies tensors to the host on a stream of its own and writes them from threads, in no particular order.
+
+    Args:
+        device: Where the tensors are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.Stream(device)
+        self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for _ in range(_NUM_SLOTS):
+            self._free.put(torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=True))
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fsdp-export-write")
+        self._pending: list[Future[None]] = []
+
+    def write(self, tensor: torch.Tensor, offset: int, write: Write) -> None:
+        """Queue the bytes of a contiguous tensor. Waits only for a free slot.
+
+        Args:
+            tensor: A tensor on the ring's device. It may be dropped at once.
+            offset: Where its first byte goes.
+            write: Called from a thread for every slot.
+
+        Raises:
+            Exception: What an earlier `write` raised.
+        """
+        flat = tensor.reshape(-1).view(torch.uint8)
+        self._stream.wait_stream(self._module.current_stream(tensor.device))
+        for begin in range(0, flat.numel(), _SLOT_BYTES):
+            self._raise_first()
+            slot = self._free.get()
+            chunk = flat[begin : begin + _SLOT_BYTES]
+            with self._stream:
+                slot[: chunk.numel()].copy_(chunk, non_blocking=True)
+                event = self._stream.record_event()
+            self._pending.append(self._threads.submit(self._drain, slot, chunk.numel(), event, offset + begin, write))
+        tensor.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            Exception: What a `write` raised first.
+        """
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+
+    def close(self) -> None:
+        """Stop the threads and drop the memory. What is still queued is written or fails unheard."""
+        self._threads.shutdown(wait=True)
+
+    def _drain(self, slot: torch.Tensor, num_bytes: int, event: torch.Event, offset: int, write: Write) -> None:
+        try:
+            event.synchronize()
+            write(memoryview(slot.numpy())[:num_bytes], offset)
+        finally:
+            self._free.put(slot)
+
+    def _raise_first(self) -> None:
+        while self._pending and self._pending[0].done():
+            self._pending.pop(0).result()

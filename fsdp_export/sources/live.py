@@ -1,0 +1,254 @@
+"""A live module, sharded by FSDP2 or not. It is never moved, and nothing of it is gathered to learn a name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedTensorMixin
+
+from ..errors import PlanError, SourceError, UsageError, listing
+from ..names import strip_wrappers
+from ..spec import Mesh, Sharding, TensorSpec
+
+__all__ = ["LiveSource", "find_ranks", "named_tensors"]
+
+_log = logging.getLogger("fsdp_export")
+
+
+def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers of a module under their clean names.
+
+    Tied parameters stand under each of their names as one and the same object. Under FSDP2 this reshards what a
+    forward left unsharded, as every `state_dict()` does. Not collective.
+
+    Raises:
+        SourceError: The module holds FSDP1 modules, whose state dict is a flat shard or a gather.
+        PlanError: Two names become one when the segments of wrappers leave them.
+    """
+    for name, module in model.named_modules():
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
+            fix = "Wrap the model with fully_shard (FSDP2) instead"
+            raise SourceError("an FSDP1 module, whose shards are flat", name=name or type(model).__name__, fix=fix)
+    ddp_modules = [
+        name
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, DistributedDataParallel)
+    ]
+    tensors: dict[str, torch.Tensor] = {}
+    for raw_name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            _log.warning("%s is not a tensor and is not exported", raw_name)
+            continue
+        name = strip_wrappers(raw_name, ddp_modules)
+        if name in tensors:
+            raise PlanError("two names become one without the segments of wrappers", name=name, found=raw_name)
+        tensors[name] = value
+    return tensors
+
+
+def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
+    """Return the global ranks that hold a module, ascending, and this process's rank. Local.
+
+    They are the ranks of its mesh, else of its DDP group, else of the default group.
+
+    Raises:
+        SourceError: As `named_tensors`.
+    """
+    if not dist.is_initialized():
+        return (0,), 0
+    rank = dist.get_rank()
+    for tensor in named_tensors(model).values():
+        if isinstance(tensor, DTensor):
+            return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist())), rank
+    ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
+    return tuple(sorted(dist.get_process_group_ranks(ddp.process_group if ddp is not None else None))), rank
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor: how it lies on the ranks, and the block this rank holds."""
+
+    spec: TensorSpec
+    local: torch.Tensor
+
+
+class LiveSource:
+    """The parameters and persistent buffers of a module, read where they are.
+
+    Values alias the module's memory: what an optimizer step changes during an export changes the export.
+
+    Args:
+        model: The module. Its state dict is taken with `keep_vars=True`, which keeps the identity of tied parameters
+            and touches no storage, so that a half moved module can be read as well.
+        state_dict: Other values for the same names, for example an EMA: DTensors, or local tensors of the shapes of
+            the module's own local tensors.
+        aliases: Names to leave out, and the name under which the same tensor is exported.
+        device: Where tensors are gathered and converted; default: this rank's device of the mesh, else that of the
+            module.
+
+    Raises:
+        SourceError: A tensor cannot be exported: on meta, Partial, a mesh that lacks some of the ranks, a tensor
+            subclass.
+        UsageError: `state_dict` lacks a name, or has a tensor of another shape under it.
+    """
+
+    folder: Path | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        aliases: Mapping[str, str] | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._model, self._values, self._aliases = model, state_dict, dict(aliases or {})
+        self._meshes: dict[DeviceMesh, Mesh] = {}
+        self.groups: dict[tuple[Mesh, int], dist.ProcessGroup] = {}
+        tensors = self._tensors()
+        device_mesh = next((value.device_mesh for value in tensors.values() if isinstance(value, DTensor)), None)
+        self.ranks, self.rank = find_ranks(model)
+        self._entries = self._read(tensors)
+        self.specs = tuple(entry.spec for entry in self._entries.values())
+        self.copies = tuple(
+            spec for spec in self.specs if len(self.ranks) > 1 and not isinstance(tensors[spec.name], DTensor)
+        )
+        self.device = device or _device(device_mesh, self._entries)
+        where = f"sharded over {device_mesh.device_type} mesh {self._mesh_of(device_mesh)}" if device_mesh else "whole"
+        name = type(model).__name__.removeprefix("FSDP")
+        self.description = f"live {name}, {len(self.specs):,} tensors, {where}"
+
+    def refresh(self) -> None:
+        """Read the module anew: its tensors may have been replaced since.
+
+        Raises:
+            SourceError: Names, shapes, dtypes or shardings are not those that were planned.
+        """
+        entries = self._read(self._tensors())
+        changed = {entry.spec for entry in entries.values()} ^ set(self.specs)
+        if changed:
+            names = listing({spec.name for spec in changed})
+            raise SourceError(f"the module is not the one that was planned: {names} changed", fix="Make a new Exporter")
+        self._entries = entries
+
+    def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
+        """Return rows of this rank's block, without copying; see `Source.rows`."""
+        local = self._entries[spec.name].local
+        if not spec.shape:
+            return local
+        begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
+        return local[first - begin : stop - begin]
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        own = named_tensors(self._model)
+        if self._values is not None:
+            own = _replace(own, self._values, self._aliases)
+        return {name: value for name, value in own.items() if name not in self._aliases}
+
+    def _read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Entry]:
+        return {name: self._entry(name, value) for name, value in tensors.items()}
+
+    def _entry(self, name: str, value: torch.Tensor) -> _Entry:
+        if isinstance(value, UninitializedTensorMixin):
+            raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
+        with torch.no_grad():
+            local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+        _check_readable(name, local)
+        if isinstance(value, DTensor):
+            sharding = Sharding.from_placements(self._mesh_of(value.device_mesh, name), value.placements, name)
+        else:
+            sharding = Sharding.replicated(self.ranks)
+        spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, not isinstance(value, nn.Parameter))
+        box = sharding.box(spec.shape, self.rank)
+        if box.shape != tuple(local.shape):
+            raise SourceError(
+                "a local tensor of another shape", name=name, expected=box.shape, found=tuple(local.shape)
+            )
+        return _Entry(spec, local)
+
+    def _mesh_of(self, device_mesh: DeviceMesh, name: str | None = None) -> Mesh:
+        mesh = self._meshes.get(device_mesh)
+        if mesh is None:
+            ranks = tuple(device_mesh.mesh.flatten().tolist())
+            if set(ranks) != set(self.ranks):
+                raise SourceError(
+                    "a mesh that does not have all ranks of the export",
+                    name=name,
+                    expected=f"ranks {listing(self.ranks)}",
+                    found=f"ranks {listing(ranks)}",
+                    fix="Export modules with different meshes (pipeline stages, say) one by one",
+                )
+            mesh = self._meshes[device_mesh] = Mesh(ranks, tuple(device_mesh.mesh.shape))
+            for axis, size in enumerate(mesh.shape):
+                if size > 1:
+                    self.groups[mesh, axis] = device_mesh.get_group(axis)
+        return mesh
+
+
+def _replace(
+    own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Put given values in the place of a module's own."""
+    given = {strip_wrappers(name): value for name, value in values.items()}
+    for alias, name in aliases.items():
+        if name not in given and alias in given:
+            given[name] = given[alias]
+    replaced = {}
+    for name, tensor in own.items():
+        if name in aliases:
+            continue
+        if name not in given:
+            raise UsageError("no value in state_dict", name=name, fix="Give a value for every name of the module")
+        replaced[name] = _replacement(name, tensor, given[name])
+    unused = given.keys() - replaced.keys() - aliases.keys()
+    if unused:
+        _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
+    return replaced
+
+
+def _replacement(name: str, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if isinstance(own, DTensor) and not isinstance(value, DTensor):
+        with torch.no_grad():
+            expected = own.to_local().shape
+        if value.shape == expected:
+            with torch.no_grad():
+                value = DTensor.from_local(
+                    value, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+                )
+            return nn.Parameter(value, requires_grad=False) if isinstance(own, nn.Parameter) else value
+    else:
+        expected = own.shape
+    if value.shape != expected:
+        raise UsageError(
+            "a value of another shape in state_dict", name=name, expected=tuple(expected), found=tuple(value.shape)
+        )
+    is_parameter = isinstance(own, nn.Parameter) and not isinstance(value, nn.Parameter)
+    return nn.Parameter(value.detach(), requires_grad=False) if is_parameter else value
+
+
+def _check_readable(name: str, local: torch.Tensor) -> None:
+    if local.is_meta:
+        raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
+    if type(local) is not torch.Tensor:
+        fix = "Dequantize or flatten it to plain tensors first"
+        raise SourceError("a tensor subclass", name=name, found=type(local).__name__, fix=fix)
+    if local.layout != torch.strided or local.is_quantized:
+        raise SourceError("a layout that cannot be exported", name=name, expected="strided", found=local.layout)
+
+
+def _device(device_mesh: DeviceMesh | None, entries: Mapping[str, _Entry]) -> torch.device:
+    if device_mesh is not None and device_mesh.device_type == "cpu":
+        return torch.device("cpu")
+    if device_mesh is not None:
+        return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
+    devices = (entry.local.device for entry in entries.values())
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))

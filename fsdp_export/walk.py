@@ -1,0 +1,201 @@
+"""The one walk: local pass, lockstep pass, drain. Files and engines differ only in the sink.
+
+Ranks meet at a fence before every gather, with all memory already there, so that between the fence and the collective
+nothing is left that could fail on one rank alone: a rank that fails earlier is heard of at the fence, and none is left
+waiting inside a collective. A slow consumer is waited for at the fence too, whose waits end only with a dead rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from .fence import Operation
+from .gather import Block, Gather
+from .plan import Piece, Plan, Step, Window, share_out
+from .sinks.base import Sink
+from .sources.base import Source
+
+__all__ = ["CHUNK_BYTES", "Delivered", "gathered_pieces", "run", "walk"]
+
+CHUNK_BYTES = 32 << 20
+"""Bytes a rank reads at a time of what it holds: bounds the host memory of a cast and the time between two checks."""
+
+Delivered = Callable[[int], None]
+"""Called with the bytes of outputs that were just delivered by this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Gathered windows: the rows of every input of every window, in order, valid once `event` has happened."""
+
+    windows: list[Window]
+    tensors: list[torch.Tensor]
+    event: Any
+
+    def completed(self, operation: Operation) -> _Bucket:
+        """Wait for the device, and tie the memory to the stream of the consumer as well."""
+        if self.event is not None:
+            operation.wait(self.event.query)
+            for tensor in self.tensors:
+                tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+        return self
+
+    def __iter__(self) -> Iterator[tuple[Window, list[torch.Tensor]]]:
+        tensors = iter(self.tensors)
+        for window in self.windows:
+            yield window, [next(tensors) for _ in window.step.inputs]
+
+    def part(self, part: int, parts: int) -> Iterator[tuple[Step, int, list[torch.Tensor]]]:
+        """Yield the units that one of several ranks delivers: step, first unit, and the rows of its inputs."""
+        items = list(self)
+        for index, begin, end in share_out(self.windows, part, parts):
+            window, inputs = items[index]
+            for row, (first, stop) in window.part(begin, end):
+                rows = slice(row, row + stop - first)
+                yield window.step, first, [tensor[rows] if tensor.dim() else tensor for tensor in inputs]
+
+
+def run(
+    plan: Plan,
+    source: Source,
+    sink: Sink,
+    operation: Operation,
+    *,
+    bucket_bytes: int,
+    gather_all: bool = False,
+    delivered: Delivered = lambda _: None,
+) -> None:
+    """Deliver a plan to a sink, all or nothing. Collective: every rank of the plan must call this.
+
+    Args:
+        plan: What to deliver.
+        source: Where the inputs are.
+        sink: Where the outputs go.
+        operation: The fence's operation under which this runs.
+        bucket_bytes: Bytes of inputs that are gathered at a time.
+        gather_all: Whether to send every tensor through the device, held or not. The result is the same.
+        delivered: Progress.
+    """
+    is_lead = source.rank == plan.ranks[0]
+    try:
+        ticket = operation.agree(sink.begin(plan) if is_lead else "")[0]
+        sink.open(plan, source.rank, ticket)
+        operation.agree()
+        walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
+        sink.close()
+        operation.agree()
+        if is_lead:
+            sink.commit()
+        operation.agree()
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def walk(
+    plan: Plan,
+    source: Source,
+    sink: Sink,
+    operation: Operation,
+    *,
+    bucket_bytes: int,
+    gather_all: bool,
+    delivered: Delivered,
+) -> None:
+    """Hand every piece of a plan to an open sink."""
+
+    def deliver(piece: Piece) -> None:
+        operation.check()
+        sink.write(piece)
+        delivered(piece.tensor.numel() * piece.info.dtype.itemsize)
+
+    if sink.delivery == "everyone":
+        for piece in gathered_pieces(plan, source, operation, bucket_bytes):
+            deliver(piece)
+        return
+    if not gather_all:
+        for piece in _held_pieces(plan, source):
+            deliver(piece)
+    steps = plan.steps if gather_all else plan.gathered_steps
+    position = plan.ranks.index(source.rank)
+    for bucket in _gathered(plan.windows(steps, bucket_bytes, whole=False), source, operation):
+        for step, first, inputs in bucket.part(position, len(plan.ranks)):
+            for piece in step.convert(inputs, first):
+                deliver(piece)
+
+
+def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_bytes: int) -> Iterator[Piece]:
+    """Yield every output whole, in plan order, on the source's device.
+
+    Collective: every rank of the plan must drain this. A tensor lives on while the consumer holds it; at most two
+    buckets are held here.
+    """
+    for bucket in _gathered(plan.windows(plan.steps, bucket_bytes, whole=True), source, operation):
+        for window, inputs in bucket:
+            yield from window.step.convert(inputs, 0)
+
+
+def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:
+    """Yield what this rank delivers from the rows it holds. Each rank begins elsewhere, so mostly in another file."""
+    windows = plan.local_windows(source.rank)
+    ends = list(accumulate(window.num_bytes for window in windows))
+    begin = ends[-1] * plan.ranks.index(source.rank) // len(plan.ranks) if ends else 0
+    turn = next((index for index, end in enumerate(ends) if end > begin), 0)
+    for window in windows[turn:] + windows[:turn]:
+        step, rows = window.step, max(CHUNK_BYTES // max(window.step.unit_bytes, 1), 1)
+        for block_first, block_stop in window.blocks:
+            for first in range(block_first, block_stop, rows):
+                inputs = [source.rows(spec, first, min(first + rows, block_stop)) for spec in step.inputs]
+                yield from step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], first)
+
+
+def _gathered(buckets: list[list[Window]], source: Source, operation: Operation) -> Iterator[_Bucket]:
+    """Yield buckets one after the other, with the next one already on its way."""
+    stream = torch.get_device_module(source.device).Stream(source.device) if source.device.type != "cpu" else None
+    ahead: _Bucket | None = None
+    for windows in buckets:
+        with _on(stream):
+            blocks = [block for window in windows for block in _blocks(window, source)]
+            gather = Gather(blocks, source.groups, source.rank)
+        operation.agree()
+        with _on(stream):
+            gather.launch()
+            current = _Bucket(windows, gather.outputs, _event(stream))
+        del blocks, gather
+        if ahead is not None:
+            yield ahead.completed(operation)
+        ahead = current
+        del current
+    if ahead is not None:
+        yield ahead.completed(operation)
+
+
+def _blocks(window: Window, source: Source) -> Iterator[Block]:
+    """Bring this rank's part of a window to the device."""
+    for spec in window.step.inputs:
+        span = spec.sharding.box(spec.shape, source.rank).rows
+        mine = [(max(first, span[0]), min(stop, span[1])) for first, stop in window.blocks]
+        parts = [source.rows(spec, first, stop) for first, stop in mine if first < stop]
+        local = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else source.rows(spec, span[0], span[0])
+        local = _cast(local, window.step.read_dtype)
+        # What no collective copies is copied here: a consumer must never hold the module's own memory.
+        local = local.to(source.device, non_blocking=True, copy=spec.sharding.is_replicated)
+        yield Block(spec, window.blocks, local.contiguous())
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
+
+
+def _on(stream: Any) -> AbstractContextManager[object]:
+    return stream if stream is not None else nullcontext()
+
+
+def _event(stream: Any) -> Any:
+    return stream.record_event() if stream is not None else None

@@ -1,0 +1,80 @@
+"""DCP folders: saved by torch, or put together chunk by chunk."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+Block = tuple[slice, ...]
+
+
+def save(folder: Path, state_dict: Mapping[str, Any], **options: Any) -> Path:
+    """Save with torch, in this process or, when a process group is there, with all of its ranks."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(dict(state_dict), checkpoint_id=folder, **options)
+    return folder
+
+
+def put_together(
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    blocks_of: Callable[[torch.Tensor], Sequence[Block]] = lambda tensor: [tuple(map(slice, tensor.shape))],
+    *,
+    num_files: int = 1,
+    stored_as: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+) -> Path:
+    """Write tensors in chosen blocks, turn by turn into several data files.
+
+    Args:
+        folder: Where to; made if it is not there.
+        tensors: The full tensors.
+        blocks_of: Which blocks a tensor is cut into.
+        num_files: As if so many ranks had saved.
+        stored_as: Makes of a block the tensor that is saved, which may be any view.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [bytearray() for _ in range(num_files)]
+    entries, places = {}, {}
+    for name, tensor in tensors.items():
+        chunks = []
+        for block in blocks_of(tensor):
+            stream = io.BytesIO()
+            torch.save(stored_as(tensor[block]), stream)
+            start = torch.Size(part.indices(size)[0] for part, size in zip(block, tensor.shape, strict=True))
+            chunks.append(ChunkStorageMetadata(start, tensor[block].shape))
+            rank = len(places) % num_files
+            places[MetadataIndex(name, start)] = _StorageInfo(
+                f"__{rank}_0.distcp", len(files[rank]), len(stream.getvalue())
+            )
+            files[rank] += stream.getvalue()
+        entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks)
+    paths = {name: (name,) for name in tensors}
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, paths, places, StorageMeta(folder))))
+    for rank, data in enumerate(files):
+        (folder / f"__{rank}_0.distcp").write_bytes(data)
+    return folder
+
+
+def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
+    """Change what the metadata of a folder say."""
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    edit(metadata)
+    file.write_bytes(pickle.dumps(metadata))

@@ -1,0 +1,91 @@
+"""Folders as they are on the hub: a config of transformers 4 by hand, a tokenizer, weights that nobody must copy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import transformers
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+CONFIG = """{
+  "architectures": ["LlamaForCausalLM"],
+  "model_type": "llama",
+  "hidden_size": 16, "intermediate_size": 16,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 2, "num_key_value_heads": 2,
+  "max_position_embeddings": 64,
+  "rms_norm_eps": 1e-5,
+  "rope_theta": 500000.0,
+  "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                   "original_max_position_embeddings": 32},
+  "tie_word_embeddings": false,
+  "torch_dtype": "float32",
+  "transformers_version": "4.43.0",
+  "vocab_size": 32
+}
+"""
+GENERATION_CONFIG = (
+    '{"bos_token_id": 1, "eos_token_id": [2, 3],\n "do_sample": true, "temperature": 0.6, "top_p": 0.9}\n'
+)
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "vocab.bin", "optimizer.pt")
+
+
+def new_tokenizer() -> Any:
+    """Return a byte-pair tokenizer of eight tokens, built in code."""
+    tokens = ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "Ġ"]
+    backend = Tokenizer(
+        models.BPE({token: index for index, token in enumerate(tokens)}, [("a", "b")], unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def write_hub_folder(folder: Path) -> Path:
+    """Write a tiny Llama as the hub has them, with a tokenizer in the form of transformers 4."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(CONFIG)
+    (folder / "generation_config.json").write_text(GENERATION_CONFIG)
+    new_tokenizer().save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": {"content": "<unk>", "lstrip": False, "normalized": False, "__type": "AddedToken"},
+                "chat_template": TEMPLATE,
+                "model_max_length": 64,
+            },
+            indent=4,
+        )
+    )
+    (folder / "special_tokens_map.json").write_text('{"bos_token":"<s>", "eos_token":"</s>", "unk_token":"<unk>"}')
+    for name in WEIGHTS:
+        (folder / name).write_bytes(b"weights")
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**json.loads(CONFIG)))
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "README.md").write_text("a model card")
+    return folder
+
+
+def put_into_hub_cache(folder: Path, cache: Path, model_id: str, commit: str = "0" * 40) -> Path:
+    """Lay a folder out as the hub's cache does, with links to blobs, as the cached `main`; return the snapshot."""
+    root = cache / f"models--{model_id.replace('/', '--')}"
+    snapshot = root / "snapshots" / commit
+    for path in (root / "blobs", root / "refs", snapshot):
+        path.mkdir(parents=True, exist_ok=True)
+    (root / "refs" / "main").write_text(commit)
+    for path in folder.iterdir():
+        blob = root / "blobs" / f"{commit[:4]}-{path.name}"
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(blob)
+    return snapshot

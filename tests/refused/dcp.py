@@ -1,0 +1,412 @@
+"""DCP folders that must be refused, with the messages."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from dcp_folders import edit_metadata, put_together, save
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from fsdp_export.errors import ExportError, NotFoundError, SourceError, UnsafeInputError, UsageError
+
+Maker = Callable[[Path], None]
+
+REFUSED: list[tuple[Maker, type[ExportError], str]] = []
+"""Makers, what reading their folder must raise, and the message; `{folder}` stands for the folder."""
+
+FULL = torch.arange(40.0).view(8, 5)
+
+
+def _refused(error: type[ExportError], message: str) -> Callable[[Maker], Maker]:
+    def register(maker: Maker) -> Maker:
+        REFUSED.append((maker, error, message))
+        return maker
+
+    return register
+
+
+class Runs:
+    """Pickled, it asks its reader to leave a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.trace}",)
+
+
+def _halves(tensor: torch.Tensor) -> list[tuple[slice, ...]]:
+    return [(slice(0, 4), slice(0, 5)), (slice(4, 8), slice(0, 5))]
+
+
+def _ranks(folder: Path, num_files: int = 2) -> None:
+    put_together(folder, {f"w{index}": FULL for index in range(num_files)}, _halves, num_files=num_files)
+
+
+def _replace_member(folder: Path, change: Callable[[zipfile.ZipFile, zipfile.ZipInfo, bytes], None]) -> None:
+    """Write the only chunk of a folder anew, member by member."""
+    put_together(folder, {"w": FULL})
+    file = folder / "__0_0.distcp"
+    stream = io.BytesIO()
+    with zipfile.ZipFile(file) as old, zipfile.ZipFile(stream, "w") as new:
+        for member in old.infolist():
+            change(new, member, old.read(member))
+    file.write_bytes(stream.getvalue())
+    _fit(folder)
+
+
+def _fit(folder: Path) -> None:
+    """Make the metadata say how long the only chunk of a folder is."""
+    length = (folder / "__0_0.distcp").stat().st_size
+    edit_metadata(folder, lambda metadata: setattr(next(iter(metadata.storage_data.values())), "length", length))
+
+
+@_refused(
+    UnsafeInputError,
+    "a pickle that names posix.system (nothing of it was run) in {folder}/.metadata. Find out who made the file.",
+)
+def foreign_name_in_metadata(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    edit_metadata(folder, lambda metadata: setattr(metadata, "planner_data", Runs(folder / "ran")))
+
+
+@_refused(
+    UnsafeInputError,
+    "a pickle that names posix.system (nothing of it was run) for 'w' in {folder}/__0_0.distcp. Find out who made"
+    " the file.",
+)
+def foreign_name_in_chunk(folder: Path) -> None:
+    evil = pickle.dumps(Runs(folder / "ran"), 2)
+
+    def change(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: bytes) -> None:
+        archive.writestr(member.filename, evil if member.filename.endswith("data.pkl") else data)
+
+    _replace_member(folder, change)
+
+
+@_refused(
+    SourceError,
+    "a compressed archive at byte 0 for 'w' in {folder}/__0_0.distcp: found archive/data/0. Copy the file here "
+    "again, or use another step.",
+)
+def compressed_storage(folder: Path) -> None:
+    def change(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: bytes) -> None:
+        is_storage = member.filename.endswith("data/0")
+        archive.writestr(member.filename, data, zipfile.ZIP_DEFLATED if is_storage else zipfile.ZIP_STORED)
+
+    _replace_member(folder, change)
+
+
+@_refused(
+    SourceError,
+    "an archive in another byte order than little-endian at byte 0 for 'w' in {folder}/__0_0.distcp: found big. "
+    "Copy the file here again, or use another step.",
+)
+def big_endian(folder: Path) -> None:
+    def change(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: bytes) -> None:
+        archive.writestr(member.filename, b"big" if member.filename.endswith("byteorder") else data)
+
+    _replace_member(folder, change)
+
+
+@_refused(
+    SourceError,
+    "a tensor larger than its storage at byte 0 for 'w' in {folder}/__0_0.distcp: found 80 bytes. Copy the file "
+    "here again, or use another step.",
+)
+def shorter_storage(folder: Path) -> None:
+    def change(archive: zipfile.ZipFile, member: zipfile.ZipInfo, data: bytes) -> None:
+        archive.writestr(member.filename, data[:80] if member.filename.endswith("data/0") else data)
+
+    _replace_member(folder, change)
+
+
+@_refused(
+    SourceError,
+    "a damaged archive at byte 0 for 'w' in {folder}/__0_0.distcp: found File is not a zip file. Copy the file "
+    "here again, or use another step.",
+)
+def damaged_archive(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    file = folder / "__0_0.distcp"
+    data = file.read_bytes()
+    file.write_bytes(data[:-22] + bytes(22))
+
+
+@_refused(
+    SourceError,
+    "no archive at byte 0 for 'w' in {folder}/__0_0.distcp. Copy the file here again, or use another step.",
+)
+def no_archive(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    file = folder / "__0_0.distcp"
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@_refused(
+    SourceError,
+    "safetensors inside a DCP checkpoint, not supported yet, at byte 0 for 'w' in {folder}/__0_0.distcp. Save "
+    "with SerializationFormat.TORCH_SAVE, the default.",
+)
+def safetensors_inside(folder: Path) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+
+    writer = FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
+    save(folder, {"w": FULL}, storage_writer=writer)
+
+
+@_refused(
+    SourceError,
+    "a tensor compressed or encrypted by an extension, not supported yet, for 'w' in {folder}/.metadata. Save "
+    "without the extension.",
+)
+def transformed(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+
+    def edit(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+
+    edit_metadata(folder, edit)
+
+
+@_refused(
+    SourceError,
+    "a chunk that is not what the metadata say for 'w' in {folder}/__0_0.distcp: expected [8, 5] torch.float32, "
+    "found [8, 4] torch.float32. The files are of different saves; use another step.",
+)
+def wrong_shape_in_chunk(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, stored_as=lambda tensor: tensor[:, :4].contiguous())
+
+
+@_refused(
+    SourceError,
+    "a chunk that is not what the metadata say for 'w' in {folder}/__0_0.distcp: expected [8, 5] torch.float32, "
+    "found [8, 5] torch.float64. The files are of different saves; use another step.",
+)
+def wrong_dtype_in_chunk(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, stored_as=torch.Tensor.double)
+
+
+@_refused(
+    SourceError,
+    "missing __1_0.distcp (rank 1) in {folder}: expected data files of 2 ranks, found those of 1. Node-local "
+    "disks are the usual cause: copy the others here.",
+)
+def missing_data(folder: Path) -> None:
+    _ranks(folder)
+    (folder / "__1_0.distcp").unlink()
+
+
+@_refused(
+    SourceError,
+    "missing __2_0.distcp (rank 2), __3_0.distcp (rank 3) in {folder}: expected data files of 4 ranks, found "
+    "those of 2. Node-local disks are the usual cause: copy the others here.",
+)
+def half_of_the_nodes(folder: Path) -> None:
+    _ranks(folder, 4)
+    (folder / "__2_0.distcp").unlink()
+    (folder / "__3_0.distcp").unlink()
+
+
+@_refused(
+    SourceError,
+    "truncated data files in {folder}: found __1_0.distcp (rank 1) with 2,000 of 3,410 bytes. Copy them here "
+    "again, or use another step.",
+)
+def truncated_data(folder: Path) -> None:
+    _ranks(folder)
+    os.truncate(folder / "__1_0.distcp", 2000)
+
+
+@_refused(
+    SourceError,
+    "a damaged pickle in {folder}/.metadata: found an early end before byte 297. Copy the file here again, or use"
+    " another step.",
+)
+def truncated_metadata(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    os.truncate(folder / ".metadata", 300)
+
+
+@_refused(
+    SourceError,
+    "a damaged pickle in {folder}/.metadata: found an early end before byte 0. Copy the file here again, or use "
+    "another step.",
+)
+def empty_metadata(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    os.truncate(folder / ".metadata", 0)
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense in {folder}/.metadata: found no Metadata. Copy the file here again, or use "
+    "another step.",
+)
+def no_checkpoint_pickled(folder: Path) -> None:
+    folder.mkdir()
+    (folder / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+
+
+@_refused(
+    SourceError,
+    "chunks that leave a hole for 'w' in {folder}/.metadata: found no data for some of rows 3:5 of 8. The "
+    "checkpoint is incomplete; use another step.",
+)
+def hole(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, lambda _: [(slice(0, 3), slice(0, 5)), (slice(5, 8), slice(0, 5))])
+
+
+@_refused(
+    SourceError,
+    "chunks that leave a hole for 'w' in {folder}/.metadata: found no data for some of rows 4:8 of 8. The "
+    "checkpoint is incomplete; use another step.",
+)
+def hole_in_a_grid(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, lambda tensor: [*_halves(tensor)[:1], (slice(4, 8), slice(0, 3))])
+
+
+@_refused(
+    SourceError,
+    "chunks that overlap for 'w' in {folder}/.metadata: found [0:5, 0:5] and [4:8, 0:5]. The checkpoint is "
+    "incomplete; use another step.",
+)
+def overlap(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, lambda _: [(slice(0, 5), slice(0, 5)), (slice(4, 8), slice(0, 5))])
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense for 'w' in {folder}/.metadata: found a chunk up to (8, 5) of a tensor of shape "
+    "(6, 5). Copy the file here again, or use another step.",
+)
+def chunk_outside(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    edit_metadata(folder, lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", torch.Size([6, 5])))
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense for 'w' in {folder}/.metadata: found no data file of the chunk at (4, 0). Copy "
+    "the file here again, or use another step.",
+)
+def chunk_without_place(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, _halves)
+    edit_metadata(folder, lambda metadata: metadata.storage_data.pop(MetadataIndex("w", (4, 0))))
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense in {folder}/.metadata: found a data file outside of the folder. Copy the file "
+    "here again, or use another step.",
+)
+def file_outside(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+
+    def edit(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = "../secret"
+
+    edit_metadata(folder, edit)
+
+
+@_refused(
+    NotFoundError,
+    "only optimizer and other state, no model, in {folder}. Name the folder of the model's checkpoint.",
+)
+def optimizer_only(folder: Path) -> None:
+    save(folder, {"optimizer": {"state": {"w": {"exp_avg": FULL}}, "param_groups": [{"lr": 1.0}]}})
+
+
+@_refused(
+    NotFoundError,
+    "no tensor in {folder}. Name the folder of the model's checkpoint.",
+)
+def no_tensors(folder: Path) -> None:
+    save(folder, {"step": 3})
+
+
+@_refused(
+    SourceError,
+    "a flat shard of FSDP1 for 'layers.0._fsdp_wrapped_module._flat_param' in {folder}. Save with "
+    "StateDictType.SHARDED_STATE_DICT, or train with fully_shard (FSDP2).",
+)
+def flat_shard(folder: Path) -> None:
+    put_together(folder, {"layers.0._fsdp_wrapped_module._flat_param": FULL.flatten()})
+
+
+@_refused(
+    UsageError,
+    "several prefixes that could be the model's in {folder}: found 'actor.', 'critic.'. Say which with --prefix; "
+    "--prefix '' keeps the names as they are.",
+)
+def actor_and_critic(folder: Path) -> None:
+    save(folder, {"actor": {"w": FULL}, "critic": {"w": FULL}})
+
+
+@_refused(
+    UsageError,
+    "several prefixes that could be the model's in {folder}: found '', 'model.'. Say which with --prefix; "
+    "--prefix '' keeps the names as they are.",
+)
+def no_record_of_nesting(folder: Path) -> None:
+    put_together(folder, {"model.embed.weight": FULL})
+    edit_metadata(folder, lambda metadata: setattr(metadata, "planner_data", None))
+
+
+@_refused(
+    SourceError,
+    "two keys become one name for 'w' in {folder}: found 'w' and '_orig_mod.w'. Save the model without its wrapper.",
+)
+def colliding_names(folder: Path) -> None:
+    put_together(folder, {"w": FULL, "_orig_mod.w": FULL})
+
+
+@_refused(
+    SourceError,
+    "no .metadata in {folder}: found data files of ranks 8-15, 31. Rank 0 writes it when all others are done: "
+    "copy it here from its node.",
+)
+def no_metadata(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, _halves)
+    (folder / ".metadata").unlink()
+    (folder / "__0_0.distcp").unlink()
+    for rank in (*range(8, 16), 31):
+        (folder / f"__{rank}_0.distcp").touch()
+
+
+@_refused(
+    SourceError,
+    "no .metadata in {folder}: found data files of rank 0 and .metadata.tmp, left by a save that did not finish. "
+    "Rename it to .metadata to try it, or use another step.",
+)
+def unfinished_save(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    (folder / ".metadata").rename(folder / ".metadata.tmp")
+
+
+@_refused(
+    SourceError,
+    "one metadata file per rank, not supported yet, in {folder}: found __0.metadata. Save with "
+    "use_collectives=True, the default.",
+)
+def metadata_per_rank(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    (folder / ".metadata").rename(folder / "__0.metadata")
+
+
+@_refused(
+    NotFoundError,
+    "no DCP checkpoint in {folder}: expected .metadata and *.distcp files, found config.json, model.safetensors. "
+    "Name the folder that has them.",
+)
+def other_folder(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "config.json").touch()
+    (folder / "model.safetensors").touch()
