@@ -153,6 +153,7 @@ def _make_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         num_key_value_heads=2,
         max_position_embeddings=256,
         tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
@@ -163,7 +164,9 @@ def _make_model(tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
 def _compare(one: Path, other: Path) -> int:
     """Compare two folders tensor by tensor, and what transformers makes of the first; return how many there are."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(one).state_dict()
     with (
         safe_open(one / "model.safetensors", "pt") as ours,

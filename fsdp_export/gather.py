@@ -57,6 +57,11 @@ class Block:
             sizes.append(self._num_rows_in(box.rows) if dim == 0 else box.shape[dim])
         return sizes
 
+    def empty(self) -> torch.Tensor:
+        """Return the gathered rows of a tensor without bytes."""
+        num_rows = sum(stop - first for first, stop in self.rows)
+        return self.local.new_empty((num_rows, *self.spec.shape[1:]))
+
     def _num_rows_in(self, span: Rows) -> int:
         return sum(max(min(stop, span[1]) - max(first, span[0]), 0) for first, stop in self.rows)
 
@@ -75,7 +80,7 @@ class Gather:
     """
 
     def __init__(self, blocks: Sequence[Block], groups: Groups, rank: int) -> None:
-        self.outputs = [block.local if block.spec.num_bytes else block.local.new_empty(block.spec.shape) for block in blocks]
+        self.outputs = [block.local if block.spec.num_bytes else block.empty() for block in blocks]
         self._stages: list[_Stage] = []
         for round_ in range(max((len(block.spec.sharding.cuts) for block in blocks), default=0)):
             parts: dict[tuple[Mesh, int], list[_Part]] = {}

@@ -13,6 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -51,7 +52,8 @@ def put_together(
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = [bytearray() for _ in range(num_files)]
-    entries, places = {}, {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, _StorageInfo] = {}
     for name, tensor in tensors.items():
         chunks = []
         for block in blocks_of(tensor):

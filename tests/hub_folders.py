@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 CONFIG = """{
@@ -33,6 +34,15 @@ GENERATION_CONFIG = (
 )
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": {"content": "<unk>", "lstrip": False, "normalized": False, "__type": "AddedToken"},
+    "chat_template": TEMPLATE,
+    "model_max_length": 64,
+}
+
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "vocab.bin", "optimizer.pt")
 
 
@@ -52,29 +62,24 @@ def new_tokenizer() -> Any:
 def write_hub_folder(folder: Path) -> Path:
     """Write a tiny Llama as the hub has them, with a tokenizer in the form of transformers 4."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(CONFIG)
-    (folder / "generation_config.json").write_text(GENERATION_CONFIG)
-    new_tokenizer().save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "unk_token": {"content": "<unk>", "lstrip": False, "normalized": False, "__type": "AddedToken"},
-                "chat_template": TEMPLATE,
-                "model_max_length": 64,
-            },
-            indent=4,
-        )
-    )
-    (folder / "special_tokens_map.json").write_text('{"bos_token":"<s>", "eos_token":"</s>", "unk_token":"<unk>"}')
-    for name in WEIGHTS:
-        (folder / name).write_bytes(b"weights")
-    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**json.loads(CONFIG)))
-    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "README.md").write_text("a model card")
+    for name, content in _hub_files().items():
+        (folder / name).write_bytes(content)
     return folder
+
+
+@functools.cache
+def _hub_files() -> dict[str, bytes]:
+    model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**json.loads(CONFIG)))
+    return {
+        "README.md": b"a model card",
+        **dict.fromkeys(WEIGHTS, b"weights"),
+        "model.safetensors": save(model.state_dict(), metadata={"format": "pt"}),
+        "config.json": CONFIG.encode(),
+        "generation_config.json": GENERATION_CONFIG.encode(),
+        "tokenizer.json": new_tokenizer().backend_tokenizer.to_str(pretty=True).encode(),
+        "tokenizer_config.json": json.dumps(TOKENIZER_CONFIG, indent=4).encode(),
+        "special_tokens_map.json": b'{"bos_token":"<s>", "eos_token":"</s>", "unk_token":"<unk>"}',
+    }
 
 
 def put_into_hub_cache(folder: Path, cache: Path, model_id: str, commit: str = "0" * 40) -> Path:

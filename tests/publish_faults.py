@@ -78,7 +78,7 @@ def dies_at(number: int, function: Callable[[], object], folder: Path, *, lives:
 def close_locks(folder: Path) -> None:
     """Close the lock files below a folder, as the end of a process does."""
     for link in Path("/proc/self/fd").iterdir():
-        if link.is_symlink() and os.readlink(link).startswith(f"{folder}/.fsdp-export-"):
+        if link.is_symlink() and str(link.readlink()).startswith(f"{folder}/.fsdp-export-"):
             os.close(int(link.name))
 
 

@@ -85,7 +85,7 @@ def backbone_with(config: Qwen2Config, folder: Path) -> str | None:
 
 def from_files(folder: Path) -> str | None:
     """Read what the index names, or else the single file."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     try:
         if (folder / INDEX).exists():
             names = json.loads((folder / INDEX).read_bytes())["weight_map"]

@@ -207,7 +207,9 @@ def _edit(text: str, path: KeyPath, value: object) -> str:
     if value is REMOVED:
         return text if member is None else _edit(_without(text, members, member), path, value)
     if member is not None:
-        return text[: member.value] + _dump(text, value, member.key) + text[member.stop :]
+        old = text[member.value : member.stop]
+        is_inline = old[0] in "[{" and "\n" not in old
+        return text[: member.value] + _dump(text, value, member.key, is_inline=is_inline) + text[member.stop :]
     if not members:
         return f"{text[: start + 1]}{json.dumps(path[-1])}: {_dump(text, value, start)}{text[start + 1 :]}"
     last = max(members.values(), key=lambda member: member.stop)
@@ -247,8 +249,10 @@ def _skip_space(text: str, at: int) -> int:
     return at
 
 
-def _dump(text: str, value: object, key_start: int) -> str:
+def _dump(text: str, value: object, key_start: int, *, is_inline: bool = False) -> str:
     """Write a value as the text around it is indented."""
+    if is_inline:
+        return json.dumps(value, ensure_ascii=text.isascii())
     line_start = text.rfind("\n", 0, key_start) + 1
     outer = text[line_start : _skip_space(text, line_start)]
     first = text.find("\n") + 1

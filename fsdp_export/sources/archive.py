@@ -198,6 +198,8 @@ class _Archive:
             raise self._error("a damaged archive", f"no member {member_name}")
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
             raise self._error("a compressed archive", member_name)
+        if not 0 <= member.header_offset <= self.place.length - _LOCAL_HEADER.size:
+            raise self._error("a damaged archive", f"{member_name} outside of it")
         header = self.files.read(self.place.file, self.place.offset + member.header_offset, _LOCAL_HEADER.size)
         signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(header)
         begin = member.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes

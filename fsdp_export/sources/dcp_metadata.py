@@ -171,7 +171,7 @@ class Metadata:
 def _is_inside(file: str) -> bool:
     """Tell whether a name is a file's below the folder."""
     path = PurePosixPath(file)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in file
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and file.isprintable()
 
 
 def read_metadata(folder: Path) -> Metadata:

@@ -40,6 +40,7 @@ BY_HAND = """{
         ),
         pytest.param({("text_config", "dtype"): None}, '{ "dtype": "float16"', '{ "dtype": null', id="nested"),
         pytest.param({("bos",): [1, 2]}, '"bos":1', '"bos":[\n        1,\n        2\n    ]', id="list-is-indented"),
+        pytest.param({("architectures",): ["B"]}, '"LlamaForCausalLM"', '"B"', id="list-on-its-line"),
         pytest.param({("name",): "né"}, '"été"', '"né"', id="unicode-as-in-the-file"),
         pytest.param({("tie",): False}, '"été"\n', '"été",\n    "tie": false\n', id="new-key-comes-last"),
         pytest.param({("bos",): REMOVED}, '"bos":1,\n    ', "", id="removed"),

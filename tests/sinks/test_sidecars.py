@@ -238,16 +238,18 @@ def test_kinds_are_not_mixed_from_two_places(base: Path, tmp_path: Path) -> None
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     new_tokenizer().save_pretrained(checkpoint)
+    (base / "merges.txt").write_text("")
     sidecars = from_folder(checkpoint, base)
     origins = {sidecar.name: sidecar.origin for sidecar in sidecars.files}
-    assert "special_tokens_map.json" not in origins
+    assert "merges.txt" not in origins
     assert origins["tokenizer.json"] == f"copied from {checkpoint}"
     assert origins["config.json"] == f"copied from {base}"
 
 
 def test_a_given_tokenizer_takes_the_place_of_one_on_disk(base: Path) -> None:
+    (base / "merges.txt").write_text("")
     sidecars = from_folder(base, tokenizer=new_tokenizer())
-    assert "special_tokens_map.json" not in _texts(sidecars)
+    assert "merges.txt" not in _texts(sidecars)
     assert sidecars.missing == []
 
 
@@ -300,7 +302,7 @@ def test_a_base_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: py
 
 
 def test_a_config_is_fitted_to_the_weights_and_to_nothing_else(base: Path) -> None:
-    config = CONFIG.replace("{", '{"quantization_config": {"quant_method": "fp8"},', 1)
+    config = CONFIG.replace("{", '{\n  "quantization_config": {"quant_method": "fp8"},', 1)
     (base / "config.json").write_text(config.replace("false", "true"))
     sidecars = from_folder(base)
     before = _texts(sidecars)

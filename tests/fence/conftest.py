@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+import pytest
+
+from fsdp_export.fence import board, heartbeat, operation
+
+
+@pytest.fixture(autouse=True)
+def _hasty_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten what takes seconds by a factor of ten; forked ranks inherit it."""
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.1)
+    monkeypatch.setattr(heartbeat, "SILENT_BEATS", 15)
+    monkeypatch.setattr(operation, "PATIENCE_SECONDS", 3.0)
+    monkeypatch.setattr(board, "WARNING_SECONDS", 0.5)

@@ -1,0 +1,171 @@
+"""Ranks that do not call, call late, or call something else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from fsdp_export.errors import DisagreementError, ExportError, RankError
+from fsdp_export.fence import Fence
+
+HOST = socket.gethostname()
+
+
+def fence_of_all(**options: Any) -> Fence:
+    return Fence(range(dist.get_world_size()), dist.get_rank(), **options)
+
+
+def save(fence: Fence, what: str = "save") -> str:
+    """Run an operation, and say how it went."""
+    try:
+        with fence.operation(what) as operation:
+            return ",".join(operation.agree(str(dist.get_rank())))
+    except ExportError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+@pytest.mark.parametrize(
+    ("absent", "names"),
+    [
+        pytest.param((2,), "rank 2", id="last"),
+        pytest.param((1, 2), "ranks 1, 2", id="all-but-the-lead"),
+        pytest.param((0,), "rank 0", id="lead"),
+    ],
+)
+def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, store: Any) -> None:
+    def on_rank() -> str:
+        # A group time-out of 30 s lets the absent wait here.
+        result = save(fence_of_all(timeout=0.5)) if dist.get_rank() not in absent else "absent"
+        dist.barrier()
+        return result
+
+    text = f"RankError: save must be called on every rank, but {names} did not call it within 0.5 s"
+    for rank, result in enumerate(run_ranks(on_rank, 3, store=store)):
+        assert result == ("absent" if rank in absent else text)
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: Any) -> None:
+    def on_rank() -> list[str]:
+        fence = fence_of_all(timeout=0.5)
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        return [save(fence), save(fence), save(fence)]
+
+    # The calls after a time-out come together only if all ranks make them within the time-out.
+    def on_patient_rank() -> list[str]:
+        first = fence_of_all(timeout=0.5)
+        if dist.get_rank() == 1:
+            time.sleep(1.5)
+        result = save(first)
+        dist.barrier()
+        return [result, save(first), save(fence_of_all())]
+
+    text = "RankError: save must be called on every rank, but rank 1 did not call it within 0.5 s"
+    assert run_ranks(on_patient_rank, 3, store=store) == [[text, "0,1,2", "0,1,2"]] * 3
+
+
+def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
+    def on_rank() -> list[str]:
+        fence = fence_of_all(timeout=0.3)
+        results = [save(fence), save(fence)] if dist.get_rank() else []
+        dist.barrier()
+        return [*results, save(fence), save(fence)]
+
+    text = "RankError: save must be called on every rank, but rank 0 did not call it within 0.3 s"
+    lead, *others = run_ranks(on_rank, 3)
+    assert lead == ["0,1,2"] * 2
+    assert others == [[text, text, "0,1,2", "0,1,2"]] * 2
+
+
+def test_a_lead_that_went_on_is_met_at_its_newest_call() -> None:
+    def on_rank() -> list[str]:
+        fence = fence_of_all(timeout=2.0 if dist.get_rank() == 0 else 60.0)
+        if dist.get_rank() == 1:
+            time.sleep(3)
+            return [save(fence), save(fence)]
+        return [save(fence), save(fence), save(fence)]
+
+    text = "RankError: save must be called on every rank, but rank 1 did not call it within 2 s"
+    assert run_ranks(on_rank, 2) == [[text, "0,1", "0,1"], ["0,1", "0,1"]]
+
+
+@pytest.mark.parametrize("interrupted", [0, 1], ids=["lead", "other"])
+def test_an_interrupt_while_ranks_are_waited_for_reaches_those_that_called(interrupted: int) -> None:
+    def on_rank() -> str:
+        fence = fence_of_all()
+        if dist.get_rank() == 2:
+            dist.barrier()
+            return save(fence)
+        try:
+            if dist.get_rank() == interrupted:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            return save(fence)
+        except KeyboardInterrupt:
+            return "interrupted"
+        finally:
+            dist.barrier()
+
+    results = run_ranks(on_rank, 3)
+    assert results.pop(interrupted) == "interrupted"
+    # Rank 2 comes late and finds the verdict.
+    assert results == [f"RankError: rank {interrupted}: interrupted by KeyboardInterrupt"] * 2
+
+
+def test_waiting_is_logged_once() -> None:
+    def on_rank() -> list[str]:
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("fsdp_export").addHandler(handler)
+        fence = fence_of_all()
+        for late in (0, 1):
+            if dist.get_rank() == late:
+                time.sleep(1.5)
+            assert save(fence) == "0,1,2"
+        return messages
+
+    lead, middle, last = run_ranks(on_rank, 3)
+    assert lead == ["save waits for rank 1 to call it too"]
+    assert middle == last == ["save waits for rank 0 to call it too"]
+
+
+def test_ranks_that_call_different_things_are_told() -> None:
+    def on_rank() -> list[str]:
+        fence = fence_of_all()
+        return [save(fence, "send" if dist.get_rank() == 2 else "save"), save(fence)]
+
+    text = f"DisagreementError: the ranks call different things: expected save as on rank 0 ({HOST}), found send on rank 2 ({HOST})"
+    assert run_ranks(on_rank, 3) == [[text, "0,1,2"]] * 3
+
+
+def test_a_new_fence_goes_on_where_the_last_one_ended() -> None:
+    def on_rank() -> list[str]:
+        # Only one of the ranks makes a new fence for every call.
+        fences = [fence_of_all() for _ in range(3)] if dist.get_rank() else [fence_of_all()] * 3
+        return [save(fence) for fence in fences]
+
+    assert run_ranks(on_rank, 2) == [["0,1"] * 3] * 2
+
+
+def test_fences_of_different_ranks_do_not_meet() -> None:
+    def on_rank() -> str:
+        rank = dist.get_rank()
+        return save(Fence((0, 2) if rank % 2 == 0 else (1, 3), rank))
+
+    assert run_ranks(on_rank, 4) == ["0,2", "1,3", "0,2", "1,3"]
+
+
+def test_errors_are_of_the_package() -> None:
+    assert issubclass(RankError, ExportError)
+    assert issubclass(DisagreementError, ExportError)

@@ -1,0 +1,224 @@
+"""Ranks that die, and ranks that only seem to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+
+from fsdp_export.errors import ExportError, RankError
+from fsdp_export.fence import Fence, Operation, heartbeat
+
+HOST = socket.gethostname()
+REPOSITORY = Path(__file__).parents[2]
+
+
+def fence_of_all(**options: Any) -> Fence:
+    return Fence(range(dist.get_world_size()), dist.get_rank(), **options)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_until_told(operation: Operation) -> None:
+    operation.wait(lambda: False)
+
+
+def meet(operation: Operation) -> None:
+    operation.agree()
+
+
+WAITS = pytest.mark.parametrize("wait", [meet, wait_until_told])
+SILENT = "no sign of life for 1.5 s, the process died or is stuck"
+
+
+@WAITS
+@pytest.mark.parametrize("killed", [1, 2], ids=["middle", "last"])
+@pytest.mark.parametrize("store", ["tcp", "file"])
+def test_a_killed_rank_is_named_on_all_others(store: Any, killed: int, wait: Any) -> None:
+    def on_rank() -> str:
+        with pytest.raises(RankError) as caught, fence_of_all().operation("save") as operation:
+            operation.agree()
+            if dist.get_rank() == killed:
+                die()
+            wait(operation)
+        return str(caught.value)
+
+    results = run_ranks(on_rank, 3, store=store, expect_death={killed})
+    assert results.pop(killed) is None
+    assert results == [f"rank {killed} ({HOST}): {SILENT}"] * 2
+
+
+@WAITS
+def test_a_killed_lead_is_named_on_all_others(wait: Any) -> None:
+    def on_rank() -> str:
+        with pytest.raises(RankError) as caught, fence_of_all().operation("save") as operation:
+            operation.agree()
+            if dist.get_rank() == 0:
+                die()
+            wait(operation)
+        return str(caught.value)
+
+    text = f"rank 0 ({HOST}): {SILENT}"
+    assert run_ranks(on_rank, 3, store="file", expect_death={0}) == [None, text, text]
+
+
+@WAITS
+def test_a_killed_lead_takes_the_store_along(wait: Any) -> None:
+    def on_rank() -> str:
+        fence = fence_of_all()
+        with pytest.raises(RankError) as caught, fence.operation("save") as operation:
+            operation.agree()
+            if dist.get_rank() == 0:
+                die()
+            wait(operation)
+        with pytest.raises(RankError), fence.operation("save again"):
+            pass
+        return str(caught.value)
+
+    _, *results = run_ranks(on_rank, 3, store="tcp", expect_death={0})
+    assert len(results) == 2
+    for text in results:
+        assert text.startswith("the connection to the store of the process group broke: the process that hosts it")
+
+
+def test_a_rank_killed_while_others_are_waited_for_ends_the_waiting() -> None:
+    def on_rank() -> str | None:
+        if dist.get_rank() == 2:
+            return None
+        fence = fence_of_all()
+        if dist.get_rank() == 1:
+            import threading
+
+            threading.Timer(0.5, die).start()
+        with pytest.raises(RankError) as caught, fence.operation("save"):
+            pass
+        return str(caught.value)
+
+    assert run_ranks(on_rank, 3, expect_death={1}) == [f"rank 1: {SILENT}", None, None]
+
+
+def test_a_killed_rank_comes_before_those_that_fail_of_it() -> None:
+    def on_rank() -> str:
+        with pytest.raises(RankError) as caught, fence_of_all().operation("save") as operation:
+            operation.agree()
+            if dist.get_rank() == 2:
+                die()
+            dist.barrier()
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        return str(caught.value)
+
+    text = f"rank 2 ({HOST}): {SILENT} (and 2 more ranks failed)"
+    assert run_ranks(on_rank, 3, expect_death={2}) == [text, text, None]
+
+
+@pytest.mark.parametrize("slow", [0, 1], ids=["lead", "other"])
+def test_a_slow_rank_lives(slow: int) -> None:
+    def on_rank() -> list[str]:
+        with fence_of_all(timeout=0.5).operation("save") as operation:
+            operation.agree()
+            if dist.get_rank() == slow:
+                time.sleep(4)
+            return operation.agree(str(dist.get_rank()))
+
+    assert run_ranks(on_rank, 3) == [["0", "1", "2"]] * 3
+
+
+def test_a_job_that_was_suspended_goes_on() -> None:
+    def on_rank() -> list[str]:
+        pids: list[Any] = [None] * 3
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 2:
+            time.sleep(0.5)
+            for number in (signal.SIGSTOP, signal.SIGCONT):
+                for pid in pids[:2]:
+                    os.kill(pid, number)
+                time.sleep(3)
+            return []
+        with Fence((0, 1), dist.get_rank()).operation("save") as operation:
+            stop = time.monotonic() + 5
+            operation.wait(lambda: time.monotonic() > stop)
+            return operation.agree(str(dist.get_rank()))
+
+    assert run_ranks(on_rank, 3) == [["0", "1"], ["0", "1"], []]
+
+
+def test_a_rank_that_was_only_stuck_raises_the_same() -> None:
+    def on_rank() -> str:
+        pids: list[Any] = [None] * 3
+        dist.all_gather_object(pids, os.getpid())
+        if dist.get_rank() == 2:
+            time.sleep(0.5)
+            os.kill(pids[1], signal.SIGSTOP)
+            time.sleep(4)
+            os.kill(pids[1], signal.SIGCONT)
+            return ""
+        with pytest.raises(RankError) as caught, Fence((0, 1), dist.get_rank()).operation("save") as operation:
+            operation.wait(lambda: False)
+        return str(caught.value)
+
+    text = f"rank 1 ({HOST}): {SILENT}"
+    assert run_ranks(on_rank, 3) == [text, text, ""]
+
+
+def test_a_program_that_ends_within_an_operation_ends(tmp_path: Path) -> None:
+    script = textwrap.dedent(
+        """
+        import sys
+        import torch.distributed as dist
+        from fsdp_export.fence import Fence
+
+        def tensors():
+            with fence.operation("tensors") as operation:
+                while True:
+                    yield operation.agree()
+
+        fence = Fence((0, 1), 1, store=dist.FileStore(sys.argv[1], 2))
+        pieces = tensors()
+        print(next(pieces))
+        """
+    )
+    store = str(tmp_path / "store")
+    program = subprocess.Popen(
+        [sys.executable, "-c", script, store], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with pytest.raises(RankError) as caught, Fence((0, 1), 0, store=dist.FileStore(store, 2)).operation("tensors") as op:
+        op.agree()
+        wait_until_told(op)
+    output, errors = program.communicate(timeout=30)
+    assert (program.returncode, output, errors) == (0, b"['', '']\n", b"")
+    assert str(caught.value) == f"rank 1 ({HOST}): the program ended within the export"
+
+
+def test_no_thread_stays_behind() -> None:
+    def on_rank() -> list[str]:
+        import threading
+
+        fence = fence_of_all()
+        names = []
+        for fails in (False, True):
+            with pytest.raises(ExportError) if fails else pytest.MonkeyPatch.context():
+                with fence.operation("save"):
+                    names += [thread.name for thread in threading.enumerate() if "heartbeat" in thread.name]
+                    if fails and dist.get_rank() == 1:
+                        raise RankError("no")
+            assert not [thread for thread in threading.enumerate() if "heartbeat" in thread.name]
+        return names
+
+    assert run_ranks(on_rank, 2) == [["fsdp-export-heartbeat-1", "fsdp-export-heartbeat-2"]] * 2
+
+
+def test_a_rank_is_given_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert heartbeat.BEAT_SECONDS * heartbeat.SILENT_BEATS == 10

@@ -1,0 +1,180 @@
+"""Runs a function on several ranks: forked processes that share a gloo process group."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankFailure", "run_ranks"]
+
+# After the first failure: what the others still have to say is worth less than a quick answer.
+_GRACE_SECONDS = 3.0
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died, or did not come back."""
+
+
+class _Rendezvous(NamedTuple):
+    """Where the ranks find each other: a folder for a file store, a socket that rank 0 listens on for a TCP store."""
+
+    kind: Literal["tcp", "file"]
+    folder: Path
+    listener: socket.socket
+    world_size: int
+
+    def store(self, rank: int) -> dist.Store:
+        if self.kind == "file":
+            self.listener.close()
+            return dist.FileStore(str(self.folder / "store"), self.world_size)
+        host, port = self.listener.getsockname()
+        if rank:
+            # Left open, it would seem to listen on when rank 0 is dead.
+            self.listener.close()
+            return dist.TCPStore(host, port, self.world_size, is_master=False)
+        return dist.TCPStore(
+            host,
+            port,
+            self.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=self.listener.detach(),
+        )
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    pg_timeout: float = 30.0,
+    store: Literal["tcp", "file"] = "tcp",
+    expect_death: Collection[int] = (),
+) -> list[Any]:
+    """Call `fn(*args)` on every rank.
+
+    Args:
+        fn: Any function; the ranks are forked, so that nothing is pickled but what it returns.
+        world_size: Number of ranks.
+        args: The same for every rank.
+        timeout: Seconds until all ranks are killed.
+        pg_timeout: Seconds until a collective fails.
+        store: What the ranks find each other by; rank 0 hosts the TCP store.
+        expect_death: Ranks that may die; the result of a dead one is None.
+
+    Returns:
+        What the ranks returned, in their order.
+
+    Raises:
+        RankFailure: With the traceback of the rank that failed first, or the ranks that did not finish.
+    """
+    context = multiprocessing.get_context("fork")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        socket.create_server(("127.0.0.1", 0), backlog=128) as listener,
+        warnings.catch_warnings(),
+    ):
+        # Python 3.12 warns of a fork beside other threads; torch's idle ones do no harm.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        rendezvous = _Rendezvous(store, Path(folder), listener, world_size)
+        running: dict[int, tuple[BaseProcess, Connection]] = {}
+        try:
+            for rank in range(world_size):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_be_rank, args=(rank, rendezvous, pg_timeout, sender, fn, args))
+                process.start()
+                sender.close()
+                running[rank] = process, receiver
+            listener.close()
+            return _collect(running, timeout, expect_death)
+        finally:
+            for process, receiver in running.values():
+                process.kill()
+                process.join()
+                receiver.close()
+
+
+def _be_rank(
+    rank: int,
+    rendezvous: _Rendezvous,
+    pg_timeout: float,
+    sender: Connection,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    faulthandler.register(signal.SIGUSR1, file=2)
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=rendezvous.store(rank),
+            rank=rank,
+            world_size=rendezvous.world_size,
+            timeout=timedelta(seconds=pg_timeout),
+        )
+        try:
+            result = fn(*args)
+        finally:
+            dist.destroy_process_group()
+        sender.send((True, result))
+    except BaseException:  # noqa: BLE001  whatever it is, it is the parent's to raise
+        sender.send((False, traceback.format_exc()))
+    finally:
+        sender.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _collect(
+    running: dict[int, tuple[BaseProcess, Connection]], timeout: float, expect_death: Collection[int]
+) -> list[Any]:
+    """Wait for what every rank sends."""
+    results: dict[int, Any] = {}
+    failure: str | None = None
+    deadline = time.monotonic() + timeout
+    while len(results) < len(running) and (seconds := deadline - time.monotonic()) > 0:
+        missing = {receiver: rank for rank, (_, receiver) in running.items() if rank not in results}
+        sentinels = {running[rank][0].sentinel: rank for rank in missing.values()}
+        ready = wait([*missing, *sentinels], seconds)
+        for rank in sorted({missing.get(item, sentinels.get(item)) for item in ready}):
+            results[rank], text = _outcome(rank, *running[rank], may_die=rank in expect_death)
+            if text is not None and failure is None:
+                failure = text
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+    if failure is not None:
+        raise RankFailure(failure)
+    unfinished = [rank for rank in running if rank not in results]
+    if unfinished:
+        for rank in unfinished:
+            os.kill(running[rank][0].pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        raise RankFailure(f"ranks {unfinished} did not finish within {timeout:g} s; their stacks are on stderr")
+    return [results[rank] for rank in sorted(results)]
+
+
+def _outcome(rank: int, process: BaseProcess, receiver: Connection, *, may_die: bool) -> tuple[Any, str | None]:
+    """Return the result of a rank that sent one or ended, and what went wrong."""
+    try:
+        succeeded, content = receiver.recv()
+    except EOFError:
+        process.join()
+        return None, None if may_die else f"rank {rank} died with exit code {process.exitcode}"
+    return (content, None) if succeeded else (None, f"rank {rank} raised\n{content}")

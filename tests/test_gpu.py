@@ -1,0 +1,216 @@
+"""What only real devices show. Run by `bin/test-gpu`, under torchrun: every rank runs every test."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from fsdp_export import Exporter, save_checkpoint
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+pytestmark = pytest.mark.gpu
+
+OFFLOAD = {"pinned": CPUOffloadPolicy(pin_memory=True), "unpinned": CPUOffloadPolicy(pin_memory=False)}
+OFFLOAD["gpu"] = OffloadPolicy()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[None]:
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder that all ranks share."""
+    names = [str(tmp_path_factory.mktemp("shared"))]
+    dist.broadcast_object_list(names, device=torch.device("cuda"))
+    yield Path(names[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(names[0], ignore_errors=True)
+
+
+def make(*, tied: bool = False, layers: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=1031,
+        hidden_size=256,
+        intermediate_size=515,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def sharded(kind: str, *, tied: bool = False, hsdp: bool = False) -> nn.Module:
+    model = make(tied=tied)
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cuda", (size, 1) if hsdp else (size,))
+    if kind == "gpu":
+        model.cuda()
+    for index, layer in enumerate(model.model.layers):
+        policy = OFFLOAD["gpu" if kind == "some" and index else "pinned" if kind == "some" else kind]
+        fully_shard(layer, mesh=mesh, offload_policy=policy)
+    return fully_shard(model, mesh=mesh, offload_policy=OFFLOAD["pinned" if kind == "some" else kind])
+
+
+def places(model: nn.Module) -> list[tuple[str, int, bool]]:
+    with torch.no_grad():
+        locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.state_dict(keep_vars=True).values()]
+    return [(str(tensor.device), tensor.data_ptr(), tensor.is_pinned()) for tensor in locals_]
+
+
+@pytest.fixture
+def nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the module was moved")
+
+    monkeypatch.setattr(nn.Module, "_apply", refuse)
+
+
+def check_tensors(model: nn.Module, expected: nn.Module, **options: object) -> None:
+    wanted = {name: value for name, value in expected.state_dict().items() if name != "lm_head.weight"}
+    if not expected.config.tie_word_embeddings:
+        wanted["lm_head.weight"] = expected.lm_head.weight
+    delivered = dict(Exporter(model, **options).tensors())
+    assert delivered.keys() == wanted.keys()
+    for name, tensor in delivered.items():
+        assert tensor.device == torch.device("cuda", torch.cuda.current_device())
+        assert torch.equal(tensor.cpu(), wanted[name]), name
+
+
+def check_folder(model: nn.Module, expected: nn.Module, folder: Path, **options: object) -> None:
+    save_checkpoint(model, folder / "ours", max_shard_size="2MB", **options)
+    if dist.get_rank() == 0:
+        expected.save_pretrained(folder / "theirs", max_shard_size="2MB")
+        names = [path.name for path in (folder / "theirs").glob("model*")]
+        assert sorted(names) == sorted(path.name for path in (folder / "ours").glob("model*"))
+        for name in names:
+            assert (folder / "ours" / name).read_bytes() == (folder / "theirs" / name).read_bytes(), name
+    dist.barrier()
+
+
+def test_the_old_sequence_crashes():
+    """The case is real: verl#5995."""
+    model = sharded("pinned")
+    model.to("cuda")
+    with pytest.raises(RuntimeError, match="Attempted to set the storage of a tensor on device"):
+        model.state_dict()
+
+
+def test_a_half_moved_module_is_exported_all_the_same(folder):
+    model = sharded("pinned")
+    model.to("cuda")
+    check_tensors(model, make())
+    check_folder(model, make(), folder)
+
+
+@pytest.mark.parametrize("kind", ["pinned", "unpinned", "gpu", "some"])
+@pytest.mark.usefixtures("nothing_moves")
+def test_tensors_arrive_on_the_gpu_and_the_module_stays(kind, monkeypatch):
+    with monkeypatch.context() as undone:
+        undone.undo()
+        model, expected = sharded(kind), make()
+    before = places(model)
+    for bucket_bytes in (1, 300_000, None):
+        check_tensors(model, expected, bucket_bytes=bucket_bytes)
+    assert places(model) == before
+
+
+@pytest.mark.parametrize("gather_all", [False, True], ids=["planned", "forced"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["pinned", "gpu", "some"])
+def test_saved_files_equal_save_pretrained(folder, kind, tied, gather_all):
+    model = sharded(kind, tied=tied)
+    before = places(model)
+    check_folder(model, make(tied=tied), folder, gather_all=gather_all)
+    assert places(model) == before
+
+
+def test_replicas_share(folder):
+    check_folder(sharded("gpu", hsdp=True), make(), folder)
+    check_tensors(sharded("gpu", hsdp=True), make())
+
+
+@pytest.mark.parametrize("kind", ["pinned", "gpu"])
+def test_after_a_step_and_inside_an_unsharded_window(kind):
+    model, expected = sharded(kind), make().cuda()
+    tokens = torch.arange(64, device="cuda").view(2, 32)
+    for one in (model, expected):
+        one(input_ids=tokens, labels=tokens).loss.backward()
+    before = {name: tensor.cpu() for name, tensor in Exporter(model).tensors()}
+    wanted = make().state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in before.items())
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    after = {name: tensor.cpu() for name, tensor in Exporter(model).tensors()}
+    gradients = {name: parameter.grad.cpu() for name, parameter in expected.named_parameters()}
+    for name, tensor in after.items():
+        torch.testing.assert_close(tensor, before[name] - 0.1 * gradients[name], rtol=1e-4, atol=1e-5)
+    model.unshard()
+    again = dict(Exporter(model).tensors())
+    assert all(torch.equal(again[name].cpu(), tensor) for name, tensor in after.items())
+
+
+def test_a_cast_on_the_device(folder):
+    model, expected = sharded("gpu"), make().to(torch.bfloat16)
+    check_folder(model, expected, folder, dtype="bfloat16")
+    for name, tensor in Exporter(model, dtype="bf16").tensors():
+        assert torch.equal(tensor.cpu(), expected.state_dict()[name])
+
+
+def test_the_consumer_may_be_slow_and_keep_everything():
+    """The next bucket is on its way while this one is read: nothing may be overwritten."""
+    model, expected = sharded("gpu"), make()
+    kept = {}
+    for name, tensor in Exporter(model, bucket_bytes=200_000).tensors():
+        torch.cuda._sleep(2_000_000)
+        kept[name] = tensor.mul(2)
+    for name, tensor in kept.items():
+        assert torch.equal(tensor.cpu(), expected.state_dict()[name] * 2), name
+
+
+def test_device_memory_is_bounded_by_buckets():
+    model = sharded("gpu")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    bucket_bytes = 600_000
+    largest = max(info.num_bytes for info in Exporter(model).plan.outputs)
+    for _ in Exporter(model, bucket_bytes=bucket_bytes).tensors():
+        pass
+    assert torch.cuda.max_memory_allocated() - before <= 5 * max(bucket_bytes, largest)
+
+
+def test_plain_tensors_that_differ(folder):
+    model = nn.Linear(4, 4).cuda()
+    with torch.no_grad():
+        model.weight.fill_(dist.get_rank())
+    if dist.get_world_size() > 1:
+        with pytest.raises(Exception, match="differ between ranks: weight"):
+            save_checkpoint(model, folder / "out")
+
+
+def test_a_rank_that_fails_ends_all_and_the_group_lives(folder):
+    model = sharded("gpu")
+    last = dist.get_world_size() - 1
+    with pytest.raises(Exception, match=f"rank {last}.*stopped early|stopped here"):  # noqa: PT012
+        for index, _ in enumerate(Exporter(model, bucket_bytes=1).tensors()):
+            if dist.get_rank() == last and index == 3:
+                raise ValueError("stopped here")
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    check_tensors(model, make())
