@@ -27,7 +27,9 @@ def main() -> None:
     axes.set_xlim(0, 1.35 * max(row["median_seconds"] for row in rows))
     axes.set_xlabel("seconds, minimum of interleaved runs (whisker: median); extra host memory per rank")
     size = facts["rows"][0]["written_gb"]
-    axes.set_title(f"Saving {size:.1f} GB from {facts['ranks']} ranks, {facts['device']}, torch {facts['torch']}", fontsize=10)
+    axes.set_title(
+        f"Saving {size:.1f} GB from {facts['ranks']} ranks, {facts['device']}, torch {facts['torch']}", fontsize=10
+    )
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()

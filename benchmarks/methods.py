@@ -6,15 +6,18 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fsdp_export import Exporter
-from fsdp_export.layout import split_into_files
+import transformers
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fsdp_export import Exporter
+from fsdp_export.layout import split_into_files
 
 Method = Callable[[nn.Module, Path], None]
 
@@ -41,7 +44,9 @@ def raw_fsync(model: nn.Module, folder: Path) -> None:
 def full_gather(model: nn.Module, folder: Path) -> None:
     state_dict = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        model.save_pretrained(folder, state_dict=state_dict, max_shard_size=SHARD_SIZE)
+        cast("transformers.PreTrainedModel", model).save_pretrained(
+            folder, state_dict=state_dict, max_shard_size=SHARD_SIZE
+        )
     dist.barrier()
 
 
@@ -84,12 +89,12 @@ def _raw_write(model: nn.Module, folder: Path, *, fsync: bool) -> None:
     if rank == 0:
         folder.mkdir(parents=True)
         for file in files:
-            with (folder / file.name).open("wb") as handle:
-                handle.truncate(file.num_bytes)
+            with (folder / file.name).open("wb") as new_file:
+                new_file.truncate(file.num_bytes)
     dist.barrier()
     total = sum(file.num_bytes for file in files)
     first, stop = total * rank // size, total * (rank + 1) // size
-    buffer = memoryview(torch.full((_CHUNK_BYTES,), 7, dtype=torch.uint8).numpy())
+    buffer = torch.full((_CHUNK_BYTES,), 7, dtype=torch.uint8).numpy().data
     begin = 0
     for file in files:
         low, high = max(first - begin, 0), min(stop - begin, file.num_bytes)

@@ -11,6 +11,7 @@ import statistics
 import threading
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from methods import METHODS
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 
 def main() -> None:
@@ -50,8 +52,8 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, transformers.Qwen2Con
     """Make a Qwen2 of about the wanted size, in bfloat16, sharded before it has memory."""
     wanted = options.gigabytes or (15.2 if options.device == "cuda" else 1.5)
     if wanted >= 8:
-        sizes = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
-        heads = {"num_attention_heads": 28, "num_key_value_heads": 4}
+        sizes: dict[str, Any] = {"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944}
+        heads: dict[str, Any] = {"num_attention_heads": 28, "num_key_value_heads": 4}
     else:
         sizes = {"vocab_size": 64000, "hidden_size": 1536, "intermediate_size": 8960}
         heads = {"num_attention_heads": 12, "num_key_value_heads": 2}
@@ -60,7 +62,8 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, transformers.Qwen2Con
     layers = max(round((wanted * 1e9 - 4 * sizes["vocab_size"] * hidden) / layer_bytes), 1)
     config = transformers.Qwen2Config(**sizes, **heads, num_hidden_layers=layers, tie_word_embeddings=False)
     with torch.device("meta"):
-        model = transformers.Qwen2ForCausalLM(config).to(torch.bfloat16)
+        model = transformers.Qwen2ForCausalLM(config)
+    model.bfloat16()
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     policy = CPUOffloadPolicy(pin_memory=options.device == "cuda") if options.offload else OffloadPolicy()
     for layer in model.model.layers:
@@ -69,7 +72,7 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, transformers.Qwen2Con
     model.to_empty(device="cpu" if options.offload else options.device)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.to_local().uniform_(-0.02, 0.02)
+            cast("DTensor", parameter).to_local().uniform_(-0.02, 0.02)
     return model, config
 
 
@@ -146,7 +149,9 @@ def _written_bytes() -> int:
     return int(fields["wchar"])
 
 
-def report(figures: dict[str, list[dict[str, float]]], config: transformers.Qwen2Config, options: argparse.Namespace) -> None:
+def report(
+    figures: dict[str, list[dict[str, float]]], config: transformers.Qwen2Config, options: argparse.Namespace
+) -> None:
     rows = []
     for name, runs in figures.items():
         seconds = [run["seconds"] for run in runs]
@@ -168,7 +173,9 @@ def report(figures: dict[str, list[dict[str, float]]], config: transformers.Qwen
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "ranks": dist.get_world_size(),
-        "device": torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.machine()}, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{platform.machine()}, {os.cpu_count()} cores",
         "offload": options.offload,
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,

@@ -50,14 +50,12 @@ def check_copies(source: Source, operation: Operation) -> None:
         return
     mine = [fingerprint(source.rows(spec, 0, spec.num_rows)) for spec in source.copies]
     everyones = [text.split() for text in operation.agree(" ".join(mine))]
-    differing = [
-        spec for index, spec in enumerate(source.copies) if len({theirs[index] for theirs in everyones}) > 1
-    ]
+    differing = [spec for index, spec in enumerate(source.copies) if len({theirs[index] for theirs in everyones}) > 1]
     parameters = [spec.name for spec in differing if not spec.is_buffer]
     if parameters:
         raise DisagreementError(
             f"parameters that nothing shards differ between ranks: {listing(parameters)}",
-            fix="Broadcast them from one rank first; experts that live on one rank each need an expert-parallel DTensor",
+            fix="Broadcast them from one rank first; experts that live on one rank each must be DTensors",
         )
     if differing:
         names = listing(spec.name for spec in differing)

@@ -18,8 +18,8 @@ from .errors import UsageError
 from .exporter import Exporter
 from .fence import Fence
 from .layout import FileLayout
+from .sidecars.collect import Sidecars, from_folder
 from .sinks.huggingface import Report, folder_layouts, folder_sink
-from .sinks.sidecars import Sidecars, from_folder
 from .sources.base import Source
 from .sources.detect import open_source
 from .spec import TensorSpec
@@ -38,7 +38,7 @@ def save_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     timeout: float = 600.0,
-    **choices: Any,  # noqa: ANN401  the choices of Exporter.save
+    **choices: Any,
 ) -> Report:
     """Write a module as a checkpoint folder. Collective: every rank must call this.
 
@@ -59,9 +59,7 @@ def save_checkpoint(
         ExportError: Something failed on some rank; the same error is raised on all, and an earlier checkpoint in
             the folder is intact.
     """
-    exporter = Exporter(
-        model, state_dict=state_dict, dtype=dtype, include=include, exclude=exclude, timeout=timeout
-    )
+    exporter = Exporter(model, state_dict=state_dict, dtype=dtype, include=include, exclude=exclude, timeout=timeout)
     return exporter.save(path, **choices)
 
 
@@ -75,7 +73,7 @@ def export_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     device: torch.device | str | None = None,
-    **choices: Any,  # noqa: ANN401  the choices of OpenedCheckpoint.save
+    **choices: Any,
 ) -> Report:
     """Write a sharded checkpoint on disk as a checkpoint folder. Needs no process group, GPU or model.
 
@@ -194,9 +192,7 @@ def open_checkpoint(
         notes: list[str] = []
         policy = _auto_dtype(opened, sidecars, notes) if dtype == "auto" else DtypePolicy.parse(dtype)
         aliases, untied = _aliases(opened, sidecars)
-        exporter = Exporter(
-            opened, dtype=policy, include=include, exclude=exclude, aliases=aliases, untied=untied
-        )
+        exporter = Exporter(opened, dtype=policy, include=include, exclude=exclude, aliases=aliases, untied=untied)
         hits = exporter.plan and exporter.pattern_hits
         notes += [f"{pattern}: {count:,} of {len(opened.specs):,} tensors" for pattern, count in hits.items()]
     return OpenedCheckpoint(opened, exporter, sidecars, str(base_model) if base_model is not None else None, notes)
@@ -206,13 +202,17 @@ def _auto_dtype(source: Source, sidecars: Sidecars, notes: list[str]) -> DtypePo
     """Choose the dtype that the base config names, for tensors that are wider."""
     config = sidecars.config or {}
     text = config.get("text_config") or {}
-    named = next((value for part in (config, text) for key in ("dtype", "torch_dtype") if (value := part.get(key))), None)
+    named = next(
+        (value for part in (config, text) for key in ("dtype", "torch_dtype") if (value := part.get(key))), None
+    )
     if named is None:
         return DtypePolicy()
     policy = DtypePolicy(DtypePolicy.parse(str(named)).target, only_narrow=True)
     wider = {dtype_name(spec.dtype) for spec in source.specs if policy.cast_of(spec.dtype) is not None}
     if wider:
-        notes.append(f"{' and '.join(sorted(wider))} is written as {named}, the config's dtype (--dtype keep to keep it)")
+        notes.append(
+            f"{' and '.join(sorted(wider))} is written as {named}, the config's dtype (--dtype keep to keep it)"
+        )
     return policy
 
 

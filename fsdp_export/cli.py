@@ -70,7 +70,7 @@ Exit codes: 0 done, 1 failed, 2 usage or nothing found, 3 a comparison differs, 
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, everything else on stderr.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but warnings and errors.")
 @click.version_option(__version__, "-V", "--version", prog_name="fsdp-export")
-def main(**options: Any) -> None:  # noqa: ANN401  click passes values of many types
+def main(**options: Any) -> None:
     """Export a sharded FSDP2 checkpoint as a Hugging Face or safetensors folder.
 
     SOURCE is a sharded checkpoint, or a folder above it, whose newest complete step is taken. Default: this folder.
@@ -87,7 +87,7 @@ def main(**options: Any) -> None:  # noqa: ANN401  click passes values of many t
             _export(**options)
 
 
-def _export(  # noqa: PLR0913  one argument per option
+def _export(
     *,
     source: Path | None,
     out: Path | None,
@@ -134,9 +134,7 @@ def _export(  # noqa: PLR0913  one argument per option
             return
         share = checkpoint.exporter.plan.num_bytes // len(ranks)
         with Progress(share, len(ranks), quiet=quiet or not is_lead) as progress:
-            report = checkpoint.save(
-                out, overwrite=overwrite, fsync=fsync is not False, delivered=progress, **choices
-            )
+            report = checkpoint.save(out, overwrite=overwrite, fsync=fsync is not False, delivered=progress, **choices)
     if is_lead:
         _finish(report, checkpoint, say, smoke_test=smoke_test, as_json=as_json)
 
@@ -167,7 +165,9 @@ def _finish(
         click.echo(json.dumps(result))
 
 
-def _print_plan(checkpoint: OpenedCheckpoint, *, as_json: bool, is_lead: bool, format: str, max_shard_size: str) -> None:  # noqa: A002
+def _print_plan(
+    checkpoint: OpenedCheckpoint, *, as_json: bool, is_lead: bool, format: str, max_shard_size: str
+) -> None:
     from .table import dtype_name, plan_table
 
     if not is_lead:

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from .api import export_checkpoint, save_checkpoint
 from .errors import ComparisonError, ExportError, UsageError
 from .smoke import continue_text
-from .table import summary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -92,7 +91,7 @@ def _train(run: Path) -> tuple[float, float]:
     return first, last
 
 
-def _train_rank(rank: int, run: Path, losses: Any) -> None:  # noqa: ANN401  a queue of a multiprocessing context
+def _train_rank(rank: int, run: Path, losses: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{run}/rendezvous", rank=rank, world_size=_NUM_RANKS)
     try:

@@ -18,9 +18,9 @@ from .errors import UsageError
 from .fence import Fence, Operation
 from .names import select
 from .plan import Plan, copy_step
+from .sidecars.collect import from_model, has_config
 from .sinks.base import Sink
 from .sinks.huggingface import Report, folder_sink
-from .sinks.sidecars import from_model, has_config
 from .sources.base import Source
 from .sources.live import LiveSource, find_ranks, named_tensors
 from .walk import Delivered, gathered_pieces, run

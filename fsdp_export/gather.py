@@ -175,4 +175,3 @@ class _Stage:
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as a row of bytes."""
     return tensor.reshape(-1).view(torch.uint8)
-

@@ -222,11 +222,11 @@ class Plan:
 
 
 def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tuple[int, int, int]]:
-    """Lay windows end to end, cut the line into parts of equal bytes, and return one of them.
+    """Lay windows end to end, cut the line into parts of equal bytes, and yield one of them.
 
     A cut falls between rows. A window of a buffer stays whole, since the replicas of a buffer may differ.
 
-    Returns:
+    Yields:
         For each window that lies in the part: its index, and its first unit and the one after the last, counted from
         the begin of the window.
     """

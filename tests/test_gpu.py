@@ -6,20 +6,25 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from fsdp_export import Exporter, save_checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_export import Exporter, save_checkpoint
+
 pytestmark = pytest.mark.gpu
 
-OFFLOAD = {"pinned": CPUOffloadPolicy(pin_memory=True), "unpinned": CPUOffloadPolicy(pin_memory=False)}
+OFFLOAD: dict[str, OffloadPolicy] = {
+    "pinned": CPUOffloadPolicy(pin_memory=True),
+    "unpinned": CPUOffloadPolicy(pin_memory=False),
+}
 OFFLOAD["gpu"] = OffloadPolicy()
 
 
@@ -42,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
         shutil.rmtree(names[0], ignore_errors=True)
 
 
-def make(*, tied: bool = False, layers: int = 2) -> nn.Module:
+def make(*, tied: bool = False, layers: int = 2) -> Any:
     torch.manual_seed(0)
     config = transformers.Qwen2Config(
         vocab_size=1031,
@@ -56,7 +61,7 @@ def make(*, tied: bool = False, layers: int = 2) -> nn.Module:
     return transformers.Qwen2ForCausalLM(config)
 
 
-def sharded(kind: str, *, tied: bool = False, hsdp: bool = False) -> nn.Module:
+def sharded(kind: str, *, tied: bool = False, hsdp: bool = False) -> Any:
     model = make(tied=tied)
     size = dist.get_world_size()
     mesh = init_device_mesh("cuda", (size, 1) if hsdp else (size,))
@@ -68,21 +73,20 @@ def sharded(kind: str, *, tied: bool = False, hsdp: bool = False) -> nn.Module:
     return fully_shard(model, mesh=mesh, offload_policy=OFFLOAD["pinned" if kind == "some" else kind])
 
 
-def places(model: nn.Module) -> list[tuple[str, int, bool]]:
+def places(model: Any) -> list[tuple[str, int, bool]]:
     with torch.no_grad():
         locals_ = [p.to_local() if isinstance(p, DTensor) else p for p in model.state_dict(keep_vars=True).values()]
     return [(str(tensor.device), tensor.data_ptr(), tensor.is_pinned()) for tensor in locals_]
 
 
-@pytest.fixture
-def nothing_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def refuse_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the module was moved")
 
     monkeypatch.setattr(nn.Module, "_apply", refuse)
 
 
-def check_tensors(model: nn.Module, expected: nn.Module, **options: object) -> None:
+def check_tensors(model: Any, expected: Any, **options: Any) -> None:
     wanted = {name: value for name, value in expected.state_dict().items() if name != "lm_head.weight"}
     if not expected.config.tie_word_embeddings:
         wanted["lm_head.weight"] = expected.lm_head.weight
@@ -93,7 +97,7 @@ def check_tensors(model: nn.Module, expected: nn.Module, **options: object) -> N
         assert torch.equal(tensor.cpu(), wanted[name]), name
 
 
-def check_folder(model: nn.Module, expected: nn.Module, folder: Path, **options: object) -> None:
+def check_folder(model: Any, expected: Any, folder: Path, **options: Any) -> None:
     save_checkpoint(model, folder / "ours", max_shard_size="2MB", **options)
     if dist.get_rank() == 0:
         expected.save_pretrained(folder / "theirs", max_shard_size="2MB")
@@ -120,12 +124,10 @@ def test_a_half_moved_module_is_exported_all_the_same(folder):
 
 
 @pytest.mark.parametrize("kind", ["pinned", "unpinned", "gpu", "some"])
-@pytest.mark.usefixtures("nothing_moves")
 def test_tensors_arrive_on_the_gpu_and_the_module_stays(kind, monkeypatch):
-    with monkeypatch.context() as undone:
-        undone.undo()
-        model, expected = sharded(kind), make()
+    model, expected = sharded(kind), make()
     before = places(model)
+    refuse_to_move(monkeypatch)
     for bucket_bytes in (1, 300_000, None):
         check_tensors(model, expected, bucket_bytes=bucket_bytes)
     assert places(model) == before
@@ -134,10 +136,12 @@ def test_tensors_arrive_on_the_gpu_and_the_module_stays(kind, monkeypatch):
 @pytest.mark.parametrize("gather_all", [False, True], ids=["planned", "forced"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["pinned", "gpu", "some"])
-def test_saved_files_equal_save_pretrained(folder, kind, tied, gather_all):
+def test_saved_files_equal_save_pretrained(folder, kind, tied, gather_all, monkeypatch):
     model = sharded(kind, tied=tied)
     before = places(model)
-    check_folder(model, make(tied=tied), folder, gather_all=gather_all)
+    expected = make(tied=tied)
+    refuse_to_move(monkeypatch)
+    check_folder(model, expected, folder, gather_all=gather_all)
     assert places(model) == before
 
 

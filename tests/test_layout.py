@@ -4,11 +4,12 @@ import random
 
 import pytest
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+
 from fsdp_export.errors import PlanError
 from fsdp_export.layout import lay_out, split_into_files
 from fsdp_export.spec import TensorInfo
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64),
@@ -16,7 +17,7 @@ DTYPES = [
     *(torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.float8_e4m3fnuz),
     torch.float8_e5m2fnuz,
 ]
-NAMES = ["w", "b.weight", "", "a/b", "ü.weight", "quote\"", "back\\slash", "new\nline", "nul\0", "x" * 300, "日本.語"]
+NAMES = ["w", "b.weight", "", "a/b", "ü.weight", 'quote"', "back\\slash", "new\nline", "nul\0", "x" * 300, "日本.語"]
 
 
 def info(name: str, tensor: torch.Tensor) -> TensorInfo:
@@ -68,5 +69,5 @@ def test_split_equals_hub(limit, seed):
 
 
 def test_unknown_dtype_is_refused():
-    with pytest.raises(PlanError, match="cannot store for 'c'.*complex128.*exclude"):
+    with pytest.raises(PlanError, match=r"cannot store for 'c'.*complex128.*exclude"):
         lay_out("f", [TensorInfo("c", (2,), torch.complex128)])

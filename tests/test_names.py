@@ -1,6 +1,7 @@
 """Wrapper segments and patterns."""
 
 import pytest
+
 from fsdp_export.errors import NotFoundError, PlanError, UsageError
 from fsdp_export.names import check_unique, select, strip_wrappers
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+
 from fsdp_export.errors import PlanError
 from fsdp_export.plan import Plan, Step, Window, copy_step, share_out
 from fsdp_export.spec import Mesh, Sharding, TensorSpec
@@ -26,7 +27,9 @@ def random_plan(seed: int) -> Plan:
     mesh = chance.choice(MESHES)
     specs = [random_spec(chance, mesh, f"t{index}") for index in range(12)]
     dtype = chance.choice([None, torch.bfloat16, torch.float32])
-    return Plan(tuple(copy_step(s, dtype if s.dtype.is_floating_point else None) for s in specs), tuple(sorted(mesh.ranks)))
+    return Plan(
+        tuple(copy_step(s, dtype if s.dtype.is_floating_point else None) for s in specs), tuple(sorted(mesh.ranks))
+    )
 
 
 def rows_of(windows: list[Window], step: Step) -> Counter[int]:

@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
-from fsdp_export.errors import SourceError
-from fsdp_export.spec import Box, Mesh, Sharding
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from fsdp_export.errors import SourceError
+from fsdp_export.spec import Box, Mesh, Sharding
 
 
 def chunked(rows: int, *parts: int) -> list[list[int]]:

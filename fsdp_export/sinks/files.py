@@ -21,6 +21,7 @@ from .ring import PinnedRing
 
 __all__ = ["FileSink", "single_file"]
 
+
 def single_file(plan: Plan) -> list[FileLayout]:
     """Lay out all outputs of a plan in `model.safetensors`."""
     return [lay_out("model.safetensors", plan.outputs)]
@@ -96,7 +97,7 @@ class FileSink(Sink):
         token = self._staging / "token"
         if not token.is_file() or token.read_text() != json.loads(ticket)[1]:
             raise SinkError(
-                f"the folder is not the one that rank {plan.ranks[0]} sees, as on a disk local to {socket.gethostname()}",
+                f"{socket.gethostname()} does not see the folder that rank {plan.ranks[0]} made",
                 file=self.folder,
                 fix="Write to a folder that all hosts share",
             )
@@ -120,7 +121,7 @@ class FileSink(Sink):
             _write_all(file, path, data, at)
 
         if tensor.device.type == "cpu":
-            write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()), offset)
+            write(tensor.reshape(-1).view(torch.uint8).numpy().data, offset)
             return
         if self._ring is None:
             self._ring = PinnedRing(tensor.device)

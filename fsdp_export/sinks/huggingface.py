@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ from typing import Any
 from ..errors import UsageError
 from ..layout import FileLayout, split_into_files
 from ..plan import Plan
+from ..sidecars.collect import Sidecars, fit_config, write
 from ..table import human_bytes, summary
 from .files import FileSink, single_file
-from .sidecars import Sidecars, fit_config, write
 
 __all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
 
@@ -144,9 +144,7 @@ class HuggingFaceSink(FileSink):
         provenance: Mapping[str, object] | None,
         notes: Sequence[str] = (),
     ) -> None:
-        super().__init__(
-            folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync
-        )
+        super().__init__(folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync)
         self._find_sidecars = sidecars
         self._notes = list(notes)
         self._sidecars = Sidecars()
@@ -191,9 +189,7 @@ def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
 
 
 def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:
-    num_parameters = sum(
-        math.prod(spec.shape) for step in plan.steps for spec in step.inputs if not spec.is_buffer
-    )
+    num_parameters = sum(math.prod(spec.shape) for step in plan.steps for spec in step.inputs if not spec.is_buffer)
     return {
         "metadata": {"total_parameters": num_parameters, "total_size": plan.num_bytes},
         "weight_map": {name: layout.name for layout in layouts for name in layout.offsets},

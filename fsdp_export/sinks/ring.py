@@ -74,7 +74,7 @@ class PinnedRing:
     def _drain(self, slot: torch.Tensor, num_bytes: int, event: torch.Event, offset: int, write: Write) -> None:
         try:
             event.synchronize()
-            write(memoryview(slot.numpy())[:num_bytes], offset)
+            write(slot.numpy().data[:num_bytes], offset)
         finally:
             self._free.put(slot)
 

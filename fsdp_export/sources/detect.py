@@ -86,8 +86,8 @@ def find_checkpoint(path: Path) -> Path:
     if path.name == METADATA and path.is_file():
         path = path.parent
     if not path.is_dir():
-        what = "a file where a folder was expected" if path.exists() else "no such folder"
-        raise NotFoundError(what, file=path, fix=_WAY_OUT)
+        what = "is a file, not a folder" if path.exists() else "does not exist"
+        raise NotFoundError(f"{path} {what}", fix=_WAY_OUT)
     survey = _Survey(path)
     if path in survey.checkpoints:
         return path

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin
 
 from ..errors import PlanError, SourceError, UsageError, listing
+from ..gather import Groups
 from ..names import strip_wrappers
 from ..spec import Mesh, Sharding, TensorSpec
 
@@ -113,7 +114,8 @@ class LiveSource:
     ) -> None:
         self._model, self._values, self._aliases = model, state_dict, dict(aliases or {})
         self._meshes: dict[DeviceMesh, Mesh] = {}
-        self.groups: dict[tuple[Mesh, int], dist.ProcessGroup] = {}
+        self._groups: dict[tuple[Mesh, int], dist.ProcessGroup] = {}
+        self.groups: Groups = self._groups
         tensors = self._tensors()
         device_mesh = next((value.device_mesh for value in tensors.values() if isinstance(value, DTensor)), None)
         self.ranks, self.rank = find_ranks(model)
@@ -190,7 +192,7 @@ class LiveSource:
             mesh = self._meshes[device_mesh] = Mesh(ranks, tuple(device_mesh.mesh.shape))
             for axis, size in enumerate(mesh.shape):
                 if size > 1:
-                    self.groups[mesh, axis] = device_mesh.get_group(axis)
+                    self._groups[mesh, axis] = device_mesh.get_group(axis)
         return mesh
 
 

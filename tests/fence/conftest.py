@@ -7,8 +7,8 @@ from fsdp_export.fence import board, heartbeat, operation
 
 @pytest.fixture(autouse=True)
 def _hasty_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten what takes seconds by a factor of ten; forked ranks inherit it."""
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.1)
-    monkeypatch.setattr(heartbeat, "SILENT_BEATS", 15)
-    monkeypatch.setattr(operation, "PATIENCE_SECONDS", 3.0)
+    """Shorten what takes seconds; forked ranks inherit it."""
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(heartbeat, "SILENT_BEATS", 20)
+    monkeypatch.setattr(operation, "PATIENCE_SECONDS", 2.0)
     monkeypatch.setattr(board, "WARNING_SECONDS", 0.5)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 from ranks import run_ranks
 
-from fsdp_export.errors import DisagreementError, ExportError, RankError
+from fsdp_export.errors import ExportError
 from fsdp_export.fence import Fence
 
 HOST = socket.gethostname()
@@ -44,7 +44,6 @@ def save(fence: Fence, what: str = "save") -> str:
 )
 def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, store: Any) -> None:
     def on_rank() -> str:
-        # A group time-out of 30 s lets the absent wait here.
         result = save(fence_of_all(timeout=0.5)) if dist.get_rank() not in absent else "absent"
         dist.barrier()
         return result
@@ -59,20 +58,13 @@ def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: Any) -> N
     def on_rank() -> list[str]:
         fence = fence_of_all(timeout=0.5)
         if dist.get_rank() == 1:
-            time.sleep(1.5)
-        return [save(fence), save(fence), save(fence)]
-
-    # The calls after a time-out come together only if all ranks make them within the time-out.
-    def on_patient_rank() -> list[str]:
-        first = fence_of_all(timeout=0.5)
-        if dist.get_rank() == 1:
-            time.sleep(1.5)
-        result = save(first)
+            time.sleep(1)
+        first = save(fence)
         dist.barrier()
-        return [result, save(first), save(fence_of_all())]
+        return [first, save(fence), save(fence)]
 
     text = "RankError: save must be called on every rank, but rank 1 did not call it within 0.5 s"
-    assert run_ranks(on_patient_rank, 3, store=store) == [[text, "0,1,2", "0,1,2"]] * 3
+    assert run_ranks(on_rank, 3, store=store) == [[text, "0,1,2", "0,1,2"]] * 3
 
 
 def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
@@ -90,13 +82,13 @@ def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
 
 def test_a_lead_that_went_on_is_met_at_its_newest_call() -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=2.0 if dist.get_rank() == 0 else 60.0)
+        fence = fence_of_all(timeout=1.0 if dist.get_rank() == 0 else 60.0)
         if dist.get_rank() == 1:
-            time.sleep(3)
+            time.sleep(1.5)
             return [save(fence), save(fence)]
         return [save(fence), save(fence), save(fence)]
 
-    text = "RankError: save must be called on every rank, but rank 1 did not call it within 2 s"
+    text = "RankError: save must be called on every rank, but rank 1 did not call it within 1 s"
     assert run_ranks(on_rank, 2) == [[text, "0,1", "0,1"], ["0,1", "0,1"]]
 
 
@@ -131,7 +123,7 @@ def test_waiting_is_logged_once() -> None:
         fence = fence_of_all()
         for late in (0, 1):
             if dist.get_rank() == late:
-                time.sleep(1.5)
+                time.sleep(1)
             assert save(fence) == "0,1,2"
         return messages
 
@@ -164,8 +156,3 @@ def test_fences_of_different_ranks_do_not_meet() -> None:
         return save(Fence((0, 2) if rank % 2 == 0 else (1, 3), rank))
 
     assert run_ranks(on_rank, 4) == ["0,2", "1,3", "0,2", "1,3"]
-
-
-def test_errors_are_of_the_package() -> None:
-    assert issubclass(RankError, ExportError)
-    assert issubclass(DisagreementError, ExportError)

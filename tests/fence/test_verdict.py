@@ -18,7 +18,9 @@ class _PrivateError(UnsafeInputError):
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
-        pytest.param(SinkError("disk full", file="x", fix="Free some"), "SinkError", "disk full in x. Free some.", id="ours"),
+        pytest.param(
+            SinkError("disk full", file="x", fix="Free some"), "SinkError", "disk full in x. Free some.", id="ours"
+        ),
         pytest.param(_PrivateError(3, 4), "UnsafeInputError", "at 3:4", id="a-private-leaf-is-its-public-base"),
         pytest.param(OSError(28, "No space"), "RankError", "OSError: [Errno 28] No space", id="another-exception"),
         pytest.param(KeyboardInterrupt(), "RankError", "interrupted by KeyboardInterrupt", id="ctrl-c"),

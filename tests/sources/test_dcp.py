@@ -1,4 +1,5 @@
 import gc
+import importlib
 import os
 import pickle
 import random
@@ -6,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from ranks import run_ranks
 from refused.dcp import REFUSED, Maker
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import StateDictType
 
 from fsdp_export.errors import ExportError, NotFoundError, SourceError
 from fsdp_export.sources import archive
@@ -335,12 +338,7 @@ def test_a_prefix_without_tensors_is_refused(prefix: str, tmp_path: Path) -> Non
 
 
 def save_with_accelerate(folder: Path) -> None:
-    from types import SimpleNamespace
-
-    from accelerate import PartialState
-    from accelerate.utils import save_fsdp_model, save_fsdp_optimizer
-    from torch.distributed.fsdp import StateDictType
-
+    accelerate = importlib.import_module("accelerate")
     model = shard(tiny(), "1d", dist.get_world_size())
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(torch.zeros(1, 2, dtype=torch.int64)).sum().backward()
@@ -354,9 +352,9 @@ def save_with_accelerate(folder: Path) -> None:
     accelerator = SimpleNamespace(num_processes=2, process_index=dist.get_rank(), wait_for_everyone=lambda: None)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        PartialState(cpu=True)
-        save_fsdp_model(plugin, accelerator, model, folder)
-        save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+        accelerate.PartialState(cpu=True)
+        accelerate.utils.save_fsdp_model(plugin, accelerator, model, folder)
+        accelerate.utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
 
 
 def test_what_accelerate_saved_is_read(tmp_path: Path) -> None:

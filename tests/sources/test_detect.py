@@ -11,6 +11,7 @@ from fsdp_export.errors import NotFoundError, SourceError, UnsafeInputError, Usa
 from fsdp_export.sources.detect import find_checkpoint, open_source
 
 WAY_OUT = "Name the folder of a checkpoint, or make one to try with: fsdp-export --demo --out ckpt/."
+DEEPSPEED = "global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def make(root: Path, *folders: str) -> None:
@@ -169,9 +170,8 @@ def test_equally_good_checkpoints_are_listed(folders: list[str], listed: str, tm
         (["pytorch_model_fsdp_0_rank1.bin"], "rank files of accelerate (pytorch_model_fsdp_0_rank1.bin), not read yet"),
         (["ep1-ba5/ep1-ba5-rank0.pt"], "rank files (ep1-ba5/ep1-ba5-rank0.pt), not read yet"),
         (
-            ["global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt", "last.ckpt"],
-            "a checkpoint of DeepSpeed (global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt), not read yet, "
-            "a file of torch.save (last.ckpt), not read yet",
+            [DEEPSPEED, "last.ckpt"],
+            f"a checkpoint of DeepSpeed ({DEEPSPEED}), not read yet, a file of torch.save (last.ckpt), not read yet",
         ),
     ],
     ids=["empty", "others", "verl", "safetensors", "accelerate", "accelerate ranks", "composer", "deepspeed"],
@@ -205,10 +205,10 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
     touch(tmp_path, "model.bin")
     with pytest.raises(NotFoundError) as caught:
         find_checkpoint(tmp_path / "model.bin")
-    assert str(caught.value) == f"a file where a folder was expected in {tmp_path / 'model.bin'}. {WAY_OUT}"
+    assert str(caught.value) == f"{tmp_path / 'model.bin'} is a file, not a folder. {WAY_OUT}"
     with pytest.raises(NotFoundError) as caught:
         find_checkpoint(tmp_path / "nothing")
-    assert str(caught.value) == f"no such folder in {tmp_path / 'nothing'}. {WAY_OUT}"
+    assert str(caught.value) == f"{tmp_path / 'nothing'} does not exist. {WAY_OUT}"
 
 
 def test_a_part_of_a_checkpoint_that_is_named_gives_its_own_error(tmp_path: Path) -> None:

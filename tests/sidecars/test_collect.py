@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_export.errors import NotFoundError, SourceError
-from fsdp_export.sinks.sidecars import Sidecar, Sidecars, fit_config, from_folder, from_model, has_config, write
+from fsdp_export.sidecars.collect import Sidecar, Sidecars, fit_config, from_folder, from_model, has_config, write
 
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 ALL_FILES = TOKENIZER_FILES | {"config.json", "generation_config.json"}

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from hub_folders import TEMPLATE, new_tokenizer, write_hub_folder
 
-from fsdp_export.sinks.tokenizers import TokenizerFiles, files_of
+from fsdp_export.sidecars.tokenizers import TokenizerFiles, files_of
 
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_export.sinks.config_json import edit_json
-from fsdp_export.sinks.live_config import config_of, generate, live_edits, model_class, unwrap
+from fsdp_export.sidecars.config_json import edit_json
+from fsdp_export.sidecars.live_config import config_of, generate, live_edits, model_class, unwrap
 
 LEGACY = {"rope_theta", "rope_scaling", "torch_dtype"}
 

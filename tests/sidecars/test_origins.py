@@ -10,7 +10,7 @@ import pytest
 from hub_folders import put_into_hub_cache, write_hub_folder
 
 from fsdp_export.errors import NotFoundError
-from fsdp_export.sinks.origins import (
+from fsdp_export.sidecars.origins import (
     code_files,
     find,
     locate_base,
