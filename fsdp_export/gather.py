@@ -127,12 +127,16 @@ class _Part:
         """Bytes that every rank sends: those of the largest block."""
         return math.prod(self.byte_shape(max(self.sizes)))
 
-    def byte_shape(self, size: int) -> list[int]:
-        """Return the shape, in bytes, of a block with this size along `dim`."""
+    def shape(self, size: int) -> list[int]:
+        """Return the shape of a block with this size along `dim`."""
         shape = list(self.tensor.shape)
         shape[self.dim] = size
-        shape[-1] *= self.tensor.element_size()
         return shape
+
+    def byte_shape(self, size: int) -> list[int]:
+        """Return the same shape in bytes, which are counted in the last dim."""
+        *outer, last = self.shape(size)
+        return [*outer, last * self.tensor.element_size()]
 
 
 class _Stage:
@@ -143,13 +147,9 @@ class _Stage:
         first = parts[0]
         self._is_direct = len(parts) == 1 and first.dim == 0 and min(first.sizes) == max(first.sizes)
         device = first.tensor.device
-        byte_outputs = [
-            torch.empty(part.byte_shape(sum(part.sizes)), dtype=torch.uint8, device=device) for part in parts
-        ]
-        self.outputs = [output.view(part.tensor.dtype) for output, part in zip(byte_outputs, parts, strict=True)]
-        self._byte_outputs = byte_outputs
+        self.outputs = [part.tensor.new_empty(part.shape(sum(part.sizes))) for part in parts]
         if self._is_direct:
-            self._slots, self._sent = byte_outputs[0].view(-1), _as_bytes(first.tensor)
+            self._slots, self._sent = _as_bytes(self.outputs[0]), _as_bytes(first.tensor)
             return
         self._begins = [0, *accumulate(-(-part.slot_bytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]
         self._sent = torch.empty(self._begins[-1], dtype=torch.uint8, device=device)
@@ -163,13 +163,13 @@ class _Stage:
             own = _as_bytes(part.tensor)
             self._sent[begin : begin + own.numel()].copy_(own)
         all_gather_into(self._slots.view(-1), self._sent, self._group)
-        for part, begin, output in zip(self._parts, self._begins, self._byte_outputs, strict=False):
+        for part, begin, output in zip(self._parts, self._begins, self.outputs, strict=False):
             shapes = [part.byte_shape(size) for size in part.sizes]
             blocks = [
                 slot[begin : begin + math.prod(shape)].view(shape)
                 for slot, shape in zip(self._slots, shapes, strict=True)
             ]
-            torch.cat(blocks, dim=part.dim, out=output)
+            torch.cat(blocks, dim=part.dim, out=output.view(torch.uint8))
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

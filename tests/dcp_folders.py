@@ -39,7 +39,7 @@ def put_together(
     blocks_of: Callable[[torch.Tensor], Sequence[Block]] = lambda tensor: [tuple(map(slice, tensor.shape))],
     *,
     num_files: int = 1,
-    stored_as: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.contiguous,
+    stored_as: Callable[[torch.Tensor], object] = torch.Tensor.contiguous,
 ) -> Path:
     """Write tensors in chosen blocks, turn by turn into several data files.
 
@@ -48,7 +48,7 @@ def put_together(
         tensors: The full tensors.
         blocks_of: Which blocks a tensor is cut into.
         num_files: As if so many ranks had saved.
-        stored_as: Makes of a block the tensor that is saved, which may be any view.
+        stored_as: Makes of a block what is saved, a tensor that may be any view.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = [bytearray() for _ in range(num_files)]
@@ -74,7 +74,7 @@ def put_together(
     return folder
 
 
-def edit_metadata(folder: Path, edit: Callable[[Metadata], object]) -> None:
+def edit_metadata(folder: Path, edit: Callable[[Any], object]) -> None:
     """Change what the metadata of a folder say."""
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())

@@ -15,21 +15,28 @@ import warnings
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["RankFailure", "run_ranks"]
+__all__ = ["RankFailedError", "run_ranks"]
 
 # After the first failure: what the others still have to say is worth less than a quick answer.
 _GRACE_SECONDS = 3.0
 
 
-class RankFailure(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised, died, or did not come back."""
+
+
+class _Running(NamedTuple):
+    """A rank, and the pipe that its result comes through."""
+
+    process: ForkProcess
+    receiver: Connection
 
 
 class _Rendezvous(NamedTuple):
@@ -83,7 +90,7 @@ def run_ranks(
         What the ranks returned, in their order.
 
     Raises:
-        RankFailure: With the traceback of the rank that failed first, or the ranks that did not finish.
+        RankFailedError: With the traceback of the rank that failed first, or the ranks that did not finish.
     """
     context = multiprocessing.get_context("fork")
     with (
@@ -94,14 +101,14 @@ def run_ranks(
         # Python 3.12 warns of a fork beside other threads; torch's idle ones do no harm.
         warnings.simplefilter("ignore", DeprecationWarning)
         rendezvous = _Rendezvous(store, Path(folder), listener, world_size)
-        running: dict[int, tuple[BaseProcess, Connection]] = {}
+        running: dict[int, _Running] = {}
         try:
             for rank in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(target=_be_rank, args=(rank, rendezvous, pg_timeout, sender, fn, args))
                 process.start()
                 sender.close()
-                running[rank] = process, receiver
+                running[rank] = _Running(process, receiver)
             listener.close()
             return _collect(running, timeout, expect_death)
         finally:
@@ -143,38 +150,37 @@ def _be_rank(
         os._exit(0)
 
 
-def _collect(
-    running: dict[int, tuple[BaseProcess, Connection]], timeout: float, expect_death: Collection[int]
-) -> list[Any]:
+def _collect(running: dict[int, _Running], timeout: float, expect_death: Collection[int]) -> list[Any]:
     """Wait for what every rank sends."""
     results: dict[int, Any] = {}
     failure: str | None = None
     deadline = time.monotonic() + timeout
     while len(results) < len(running) and (seconds := deadline - time.monotonic()) > 0:
-        missing = {receiver: rank for rank, (_, receiver) in running.items() if rank not in results}
-        sentinels = {running[rank][0].sentinel: rank for rank in missing.values()}
-        ready = wait([*missing, *sentinels], seconds)
-        for rank in sorted({missing.get(item, sentinels.get(item)) for item in ready}):
-            results[rank], text = _outcome(rank, *running[rank], may_die=rank in expect_death)
+        # A dead rank's end of the pipe is closed, which also makes it ready.
+        ready = wait([each.receiver for rank, each in running.items() if rank not in results], seconds)
+        for rank in [rank for rank, each in running.items() if each.receiver in ready]:
+            results[rank], text = _outcome(rank, running[rank], may_die=rank in expect_death)
             if text is not None and failure is None:
                 failure = text
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
     if failure is not None:
-        raise RankFailure(failure)
+        raise RankFailedError(failure)
     unfinished = [rank for rank in running if rank not in results]
     if unfinished:
         for rank in unfinished:
-            os.kill(running[rank][0].pid, signal.SIGUSR1)
+            pid = running[rank].process.pid
+            assert pid is not None
+            os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)
-        raise RankFailure(f"ranks {unfinished} did not finish within {timeout:g} s; their stacks are on stderr")
+        raise RankFailedError(f"ranks {unfinished} did not finish within {timeout:g} s; their stacks are on stderr")
     return [results[rank] for rank in sorted(results)]
 
 
-def _outcome(rank: int, process: BaseProcess, receiver: Connection, *, may_die: bool) -> tuple[Any, str | None]:
+def _outcome(rank: int, running: _Running, *, may_die: bool) -> tuple[Any, str | None]:
     """Return the result of a rank that sent one or ended, and what went wrong."""
     try:
-        succeeded, content = receiver.recv()
+        succeeded, content = running.receiver.recv()
     except EOFError:
-        process.join()
-        return None, None if may_die else f"rank {rank} died with exit code {process.exitcode}"
+        running.process.join()
+        return None, None if may_die else f"rank {rank} died with exit code {running.process.exitcode}"
     return (content, None) if succeeded else (None, f"rank {rank} raised\n{content}")

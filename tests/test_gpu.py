@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_export import Exporter, save_checkpoint
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.gpu
 OFFLOAD: dict[str, OffloadPolicy] = {
     "pinned": CPUOffloadPolicy(pin_memory=True),
     "unpinned": CPUOffloadPolicy(pin_memory=False),
+    "gpu": OffloadPolicy(),
 }
-OFFLOAD["gpu"] = OffloadPolicy()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,16 +61,20 @@ def make(*, tied: bool = False, layers: int = 2) -> Any:
     return transformers.Qwen2ForCausalLM(config)
 
 
-def sharded(kind: str, *, tied: bool = False, hsdp: bool = False) -> Any:
+def sharded(kind: str, *, tied: bool = False, hsdp: bool = False, by_columns: bool = False) -> Any:
     model = make(tied=tied)
     size = dist.get_world_size()
-    mesh = init_device_mesh("cuda", (size, 1) if hsdp else (size,))
+    shape, names = ((size, 1), ("replicate", "shard")) if hsdp else ((size,), ("shard",))
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh}
+    if by_columns:
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % size == 0 else None
     if kind == "gpu":
         model.cuda()
     for index, layer in enumerate(model.model.layers):
         policy = OFFLOAD["gpu" if kind == "some" and index else "pinned" if kind == "some" else kind]
-        fully_shard(layer, mesh=mesh, offload_policy=policy)
-    return fully_shard(model, mesh=mesh, offload_policy=OFFLOAD["pinned" if kind == "some" else kind])
+        fully_shard(layer, offload_policy=policy, **options)
+    return fully_shard(model, offload_policy=OFFLOAD["pinned" if kind == "some" else kind], **options)
 
 
 def places(model: Any) -> list[tuple[str, int, bool]]:
@@ -148,6 +152,15 @@ def test_saved_files_equal_save_pretrained(folder, kind, tied, gather_all, monke
 def test_replicas_share(folder):
     check_folder(sharded("gpu", hsdp=True), make(), folder)
     check_tensors(sharded("gpu", hsdp=True), make())
+
+
+@pytest.mark.parametrize("kind", ["pinned", "gpu"])
+def test_shards_by_columns_are_gathered(folder, kind):
+    model = sharded(kind, by_columns=True)
+    if dist.get_world_size() > 1:
+        assert Exporter(model).plan.gathered_steps
+    check_folder(model, make(), folder)
+    check_tensors(model, make(), bucket_bytes=300_000)
 
 
 @pytest.mark.parametrize("kind", ["pinned", "gpu"])

@@ -42,8 +42,8 @@ class ModelState:
 def find_model(metadata: Metadata, prefix: str | None) -> ModelState:
     """Find the tensors of the model.
 
-    The order is that of the planner's record, which is the state dict's of the last rank, whole; the order of the
-    tensors themselves depends on which rank wrote which replica, and stands in only where there is no record.
+    The order is that of the planner's record, which begins with the whole state dict of the last rank. That of the
+    tensors depends on which rank wrote which replica, and stands in only where there is no record.
 
     Args:
         metadata: The checkpoint's.

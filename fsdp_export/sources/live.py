@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
@@ -160,7 +160,7 @@ class LiveSource:
         return {name: self._entry(name, value) for name, value in tensors.items()}
 
     def _entry(self, name: str, value: torch.Tensor) -> _Entry:
-        if isinstance(value, UninitializedTensorMixin):
+        if is_lazy(value):
             raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
         with torch.no_grad():
             local = (value.to_local() if isinstance(value, DTensor) else value).detach()
@@ -180,20 +180,41 @@ class LiveSource:
     def _mesh_of(self, device_mesh: DeviceMesh, name: str | None = None) -> Mesh:
         mesh = self._meshes.get(device_mesh)
         if mesh is None:
-            ranks = tuple(device_mesh.mesh.flatten().tolist())
-            if set(ranks) != set(self.ranks):
+            mesh = _ordered_mesh(device_mesh, name)
+            if set(mesh.ranks) != set(self.ranks):
                 raise SourceError(
                     "a mesh that does not have all ranks of the export",
                     name=name,
                     expected=f"ranks {listing(self.ranks)}",
-                    found=f"ranks {listing(ranks)}",
+                    found=f"ranks {listing(mesh.ranks)}",
                     fix="Export modules with different meshes (pipeline stages, say) one by one",
                 )
-            mesh = self._meshes[device_mesh] = Mesh(ranks, tuple(device_mesh.mesh.shape))
+            self._meshes[device_mesh] = mesh
             for axis, size in enumerate(mesh.shape):
                 if size > 1:
                     self._groups[mesh, axis] = device_mesh.get_group(axis)
         return mesh
+
+
+def _ordered_mesh(device_mesh: DeviceMesh, name: str | None) -> Mesh:
+    """Return a mesh whose ranks ascend along every axis.
+
+    torch numbers the ranks of a process group in ascending order, whatever the mesh says, and a shard lies where the
+    group says: on a mesh [1, 0], FSDP2 gives the first rows to rank 0.
+    """
+    ranks = device_mesh.mesh
+    for axis, size in enumerate(ranks.shape):
+        order = ranks.movedim(axis, 0).reshape(size, -1).argsort(0)
+        if (order != order[:, :1]).any():
+            raise SourceError(
+                "a mesh whose process groups do not follow it",
+                name=name,
+                expected="ranks in the same order in every row",
+                found=device_mesh.mesh.tolist(),
+                fix="Make the device mesh of ascending ranks",
+            )
+        ranks = ranks.sort(axis).values
+    return Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape))
 
 
 def _replace(

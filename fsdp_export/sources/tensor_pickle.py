@@ -55,7 +55,8 @@ def read_tensor(data: bytes, *, file: str | PathLike[str], name: str) -> TensorV
     """
     tensor = unpickle(data, _NAMES, file=file, name=name, persistent=_storage)
     if not isinstance(tensor, TensorView):
-        raise SourceError("a pickle without a tensor", name=name, file=file)
+        fix = "The files are of different saves; use another step"
+        raise SourceError("a pickle without a tensor", name=name, file=file, fix=fix)
     return tensor
 
 
@@ -86,8 +87,10 @@ def _storage(persistent_id: object) -> _Storage:
 
 def _tensor_v2(storage: object, *arguments: object) -> TensorView:
     offset, shape, strides, _requires_grad, _hooks, metadata = (*arguments, None)[:6]
-    if not isinstance(storage, _Storage) or metadata:
-        raise ValueError("a tensor without a storage, or one yet to be conjugated or negated")
+    if not isinstance(storage, _Storage):
+        raise TypeError("a tensor without a storage")
+    if metadata:
+        raise ValueError("a tensor that is yet to be conjugated or negated")
     return _view(storage.key, storage.dtype, offset, shape, strides)
 
 

@@ -85,13 +85,10 @@ def unpickle(
             fix="Find out who made the file",
         ) from None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
-        raise SourceError(
-            "a damaged pickle",
-            name=name,
-            file=file,
-            found=f"{error if isinstance(error, ValueError) else type(error).__name__} before byte {machine.position:,}",
-            fix="Copy the file here again, or use another step",
-        ) from error
+        cause = error if isinstance(error, ValueError) else type(error).__name__
+        found = f"{cause} before byte {machine.position:,}"
+        fix = "Copy the file here again, or use another step"
+        raise SourceError("a damaged pickle", name=name, file=file, found=found, fix=fix) from error
 
 
 def is_count(value: object) -> TypeGuard[int]:

@@ -137,7 +137,10 @@ def test_ranks_that_call_different_things_are_told() -> None:
         fence = fence_of_all()
         return [save(fence, "send" if dist.get_rank() == 2 else "save"), save(fence)]
 
-    text = f"DisagreementError: the ranks call different things: expected save as on rank 0 ({HOST}), found send on rank 2 ({HOST})"
+    text = (
+        "DisagreementError: the ranks call different things: "
+        f"expected save as on rank 0 ({HOST}), found send on rank 2 ({HOST})"
+    )
     assert run_ranks(on_rank, 3) == [[text, "0,1,2"]] * 3
 
 

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def told(fence: Fence, body: Callable[[Operation], object]) -> RankError:
+    """Return the error that comes out of an operation."""
+
+    def run() -> None:
+        with fence.operation("save") as operation:
+            body(operation)
+
+    with pytest.raises(RankError) as caught:
+        run()
+    return caught.value
+
+
 def wait_until_told(operation: Operation) -> None:
     operation.wait(lambda: False)
 
@@ -51,12 +64,13 @@ SILENT = "no sign of life for 1 s, the process died or is stuck"
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_a_killed_rank_is_named_on_all_others(store: Any, killed: int, wait: Any) -> None:
     def on_rank() -> str:
-        with pytest.raises(RankError) as caught, fence_of_all().operation("save") as operation:
+        def body(operation: Operation) -> None:
             operation.agree()
             if dist.get_rank() == killed:
                 die()
             wait(operation)
-        return str(caught.value)
+
+        return str(told(fence_of_all(), body))
 
     results = run_ranks(on_rank, 3, store=store, expect_death={killed})
     assert results.pop(killed) is None
@@ -66,12 +80,13 @@ def test_a_killed_rank_is_named_on_all_others(store: Any, killed: int, wait: Any
 @WAITS
 def test_a_killed_lead_is_named_on_all_others(wait: Any) -> None:
     def on_rank() -> str:
-        with pytest.raises(RankError) as caught, fence_of_all().operation("save") as operation:
+        def body(operation: Operation) -> None:
             operation.agree()
             if dist.get_rank() == 0:
                 die()
             wait(operation)
-        return str(caught.value)
+
+        return str(told(fence_of_all(), body))
 
     text = f"rank 0 ({HOST}): {SILENT}"
     assert run_ranks(on_rank, 3, store="file", expect_death={0}) == [None, text, text]
@@ -79,21 +94,21 @@ def test_a_killed_lead_is_named_on_all_others(wait: Any) -> None:
 
 @WAITS
 def test_a_killed_lead_takes_the_store_along(wait: Any) -> None:
-    def on_rank() -> str:
-        fence = fence_of_all()
-        with pytest.raises(RankError) as caught, fence.operation("save") as operation:
+    def on_rank() -> list[str]:
+        def body(operation: Operation) -> None:
             operation.agree()
             if dist.get_rank() == 0:
                 die()
             wait(operation)
-        with pytest.raises(RankError), fence.operation("save again"):
-            pass
-        return str(caught.value)
 
-    _, *results = run_ranks(on_rank, 3, store="tcp", expect_death={0})
-    assert len(results) == 2
-    for text in results:
-        assert text.startswith("the connection to the store of the process group broke: the process that hosts it")
+        fence = fence_of_all()
+        return [str(told(fence, body)), str(told(fence, body))]
+
+    lost = (
+        "the connection to the store of the process group broke: "
+        "the process that hosts it, rank 0 or the launcher, is gone"
+    )
+    assert run_ranks(on_rank, 3, store="tcp", expect_death={0}) == [None, [lost] * 2, [lost] * 2]
 
 
 def test_a_rank_killed_while_others_are_waited_for_ends_the_waiting() -> None:
@@ -103,22 +118,22 @@ def test_a_rank_killed_while_others_are_waited_for_ends_the_waiting() -> None:
         fence = fence_of_all()
         if dist.get_rank() == 1:
             threading.Timer(0.5, die).start()
-        with pytest.raises(RankError) as caught, fence.operation("save"):
-            pass
-        return str(caught.value)
+        return str(told(fence, meet))
 
     assert run_ranks(on_rank, 3, expect_death={1}) == [f"rank 1: {SILENT}", None, None]
 
 
 def test_a_killed_rank_comes_before_those_that_fail_of_it() -> None:
     def on_rank() -> str:
-        with pytest.raises(RankError) as caught, fence_of_all().operation("save") as operation:
+        def body(operation: Operation) -> None:
             operation.agree()
             if dist.get_rank() == 2:
                 die()
             dist.barrier()
-        assert isinstance(caught.value.__cause__, RuntimeError)
-        return str(caught.value)
+
+        error = told(fence_of_all(), body)
+        assert isinstance(error.__cause__, RuntimeError)
+        return str(error)
 
     text = f"rank 2 ({HOST}): {SILENT} (and 2 more ranks failed)"
     assert run_ranks(on_rank, 3, expect_death={2}) == [text, text, None]
@@ -165,9 +180,7 @@ def test_a_rank_that_was_only_stuck_raises_the_same() -> None:
             time.sleep(3)
             os.kill(pids[1], signal.SIGCONT)
             return ""
-        with pytest.raises(RankError) as caught, Fence((0, 1), dist.get_rank()).operation("save") as operation:
-            operation.wait(lambda: False)
-        return str(caught.value)
+        return str(told(Fence((0, 1), dist.get_rank()), wait_until_told))
 
     text = f"rank 1 ({HOST}): {SILENT}"
     assert run_ranks(on_rank, 3, store="file") == [text, text, ""]
@@ -181,7 +194,7 @@ def test_a_program_that_ends_within_an_operation_ends(tmp_path: Path) -> None:
         from fsdp_export.fence import Fence
 
         def tensors():
-            with fence.operation("tensors") as operation:
+            with fence.operation("save") as operation:
                 while True:
                     yield operation.agree()
 
@@ -194,15 +207,15 @@ def test_a_program_that_ends_within_an_operation_ends(tmp_path: Path) -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", script, store], cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
-    with (
-        pytest.raises(RankError) as caught,
-        Fence((0, 1), 0, store=dist.FileStore(store, 2)).operation("tensors") as op,
-    ):
-        op.agree()
-        wait_until_told(op)
+
+    def body(operation: Operation) -> None:
+        operation.agree()
+        wait_until_told(operation)
+
+    error = told(Fence((0, 1), 0, store=dist.FileStore(store, 2)), body)
     output, errors = program.communicate(timeout=30)
     assert (program.returncode, output, errors) == (0, b"['', '']\n", b"")
-    assert str(caught.value) == f"rank 1 ({HOST}): the program ended within the export"
+    assert str(error) == f"rank 1 ({HOST}): the program ended within the export"
 
 
 def test_no_thread_stays_behind() -> None:

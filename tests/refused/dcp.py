@@ -196,6 +196,41 @@ def wrong_dtype_in_chunk(folder: Path) -> None:
 
 @_refused(
     SourceError,
+    "a damaged pickle for 'w' in {folder}/__0_0.distcp: found a tensor that is yet to be conjugated or negated "
+    "before byte 174. Copy the file here again, or use another step.",
+)
+def conjugated_chunk(folder: Path) -> None:
+    put_together(folder, {"w": FULL.to(torch.complex64)}, stored_as=torch.Tensor.conj)
+
+
+@_refused(
+    SourceError,
+    "a damaged pickle for 'w' in {folder}/__0_0.distcp: found a tensor whose elements share memory before byte 151. "
+    "Copy the file here again, or use another step.",
+)
+def elements_that_share_memory(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, stored_as=lambda tensor: tensor[:1].expand(8, 5))
+
+
+@_refused(
+    SourceError,
+    "a pickle without a tensor for 'w' in {folder}/__0_0.distcp. The files are of different saves; use another step.",
+)
+def no_tensor_in_chunk(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, stored_as=lambda _: 3)
+
+
+@_refused(
+    UnsafeInputError,
+    "a pickle that names torch._utils._rebuild_sparse_tensor (nothing of it was run) for 'w' in "
+    "{folder}/__0_0.distcp. Find out who made the file.",
+)
+def sparse_chunk(folder: Path) -> None:
+    put_together(folder, {"w": FULL}, stored_as=torch.Tensor.to_sparse)
+
+
+@_refused(
+    SourceError,
     "missing __1_0.distcp (rank 1) in {folder}: expected data files of 2 ranks, found those of 1. Node-local "
     "disks are the usual cause: copy the others here.",
 )

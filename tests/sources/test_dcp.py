@@ -3,12 +3,13 @@ import importlib
 import os
 import pickle
 import random
+import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from hypothesis import strategies as st
 from models import meshes_for, shard, tiny
 from ranks import run_ranks
 from refused.dcp import REFUSED, Maker
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import StateDictType
@@ -29,7 +32,7 @@ from fsdp_export.sources.base import Source
 from fsdp_export.sources.dcp import DcpSource
 
 FULL = torch.arange(40.0).view(8, 5)
-NAMES = {"embed_tokens.weight": FULL, "norm.weight": FULL[0]}
+NAMELESS = _StorageInfo(cast("str", 3), 1, 3)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -390,6 +393,47 @@ def test_what_cannot_be_read_is_refused(make: Maker, error: type[ExportError], m
     assert str(caught.value).replace(str(folder), "{folder}") == message
     assert type(caught.value) is error
     assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "found"),
+    [
+        (lambda metadata: setattr(metadata, "state_dict_metadata", None), "no tensors"),
+        (lambda metadata: setattr(metadata, "storage_data", {}), "no data file of the chunk at (0, 0)"),
+        (lambda metadata: metadata.state_dict_metadata.update(w=3), "an entry without a name"),
+        (lambda metadata: metadata.storage_data.update({"w": 3}), "no MetadataIndex"),
+        (
+            lambda metadata: metadata.storage_data.update({MetadataIndex("w"): _StorageInfo("f", -1, 3)}),
+            "a place without",
+        ),
+        (lambda metadata: metadata.storage_data.update({MetadataIndex("w"): NAMELESS}), "a place without a name"),
+        (lambda metadata: setattr(metadata.state_dict_metadata["w"], "properties", None), "no dtype"),
+        (lambda metadata: setattr(metadata.state_dict_metadata["w"].properties, "dtype", 3), "no dtype"),
+        (lambda metadata: setattr(metadata.state_dict_metadata["w"], "chunks", None), "no chunks"),
+        (lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", (8, -5)), "a size that is none"),
+        (
+            lambda metadata: setattr(metadata.state_dict_metadata["w"], "size", (40,)),
+            "a chunk of 2 dims of a tensor of 1",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_metadata_that_make_no_sense_are_refused(edit: Any, found: str, tmp_path: Path) -> None:
+    put_together(tmp_path, {"w": FULL})
+    edit_metadata(tmp_path, edit)
+    with pytest.raises(SourceError, match=f"metadata that make no sense.*: found {re.escape(found)}"):
+        DcpSource(tmp_path)
+
+
+def test_the_same_chunk_listed_twice_is_one(tmp_path: Path) -> None:
+    put_together(tmp_path, {"w": FULL})
+    edit_metadata(
+        tmp_path,
+        lambda metadata: metadata.state_dict_metadata["w"].chunks.append(
+            ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((8, 5)))
+        ),
+    )
+    assert_holds(DcpSource(tmp_path), {"w": FULL})
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
