@@ -18,6 +18,7 @@ from ..plan import Piece, Plan
 from ..publish import MARKER, Publication
 from .base import Delivery, Sink
 from .ring import PinnedRing
+from .writeback import Writeback
 
 __all__ = ["FileSink", "single_file"]
 
@@ -67,6 +68,7 @@ class FileSink(Sink):
         self._file_of: dict[str, FileLayout] = {}
         self._files: dict[str, int] = {}
         self._ring: PinnedRing | None = None
+        self._writeback = Writeback(is_on=fsync)
 
     def begin(self, plan: Plan) -> str:
         """Make the hidden folder, and in it every file with its header and full size; see `Sink.begin`.
@@ -116,6 +118,10 @@ class FileSink(Sink):
         if tensor.numel() == 0:
             return
         path, file = self._open_file(layout.name)
+        try:
+            self._writeback.wrote(file, tensor.nbytes)
+        except OSError as error:
+            raise _write_error(error, path, 0) from error
 
         def write(data: memoryview, at: int) -> None:
             _write_all(file, path, data, at)
@@ -131,12 +137,12 @@ class FileSink(Sink):
         """Wait for the bytes of this rank; see `Sink.close`."""
         if self._ring is not None:
             self._ring.wait()
-        if self.fsync:
-            for name, file in self._files.items():
-                try:
-                    os.fsync(file)
-                except OSError as error:
-                    raise _write_error(error, self.folder / name, 0) from error
+        assert self._staging is not None
+        for name, file in self._files.items():
+            try:
+                self._writeback.finish(file)
+            except OSError as error:
+                raise _write_error(error, self._staging / name, 0) from error
         self._release()
 
     def commit(self) -> None:
@@ -184,6 +190,7 @@ class FileSink(Sink):
         if self._ring is not None:
             self._ring.close()
             self._ring = None
+        self._writeback.close()
         for file in self._files.values():
             os.close(file)
         self._files.clear()
@@ -199,9 +206,10 @@ def _write_all(file: int, path: Path, data: memoryview, offset: int) -> None:
 
 
 def _write_error(error: OSError, path: Path, num_bytes: int) -> SinkError:
+    what = f"write {num_bytes:,} bytes" if num_bytes else "bring it to the disk"
     out_of_space = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
     return SinkError(
-        f"cannot write {num_bytes:,} bytes ({error.strerror})",
+        f"cannot {what} ({error.strerror})",
         file=path.parent.parent / path.name,
         fix=("Free some space, or write elsewhere" if out_of_space else "Write elsewhere")
         + "; an earlier export there is intact",
