@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from .layout import FileLayout
 from .spec import TensorInfo
 
-__all__ = ["dtype_name", "human_bytes", "plan_table", "summary"]
+__all__ = ["dtype_name", "human_bytes", "plan_table", "rank_ranges", "summary"]
 
 
 def human_bytes(num_bytes: float) -> str:
@@ -24,6 +24,19 @@ def human_bytes(num_bytes: float) -> str:
 def dtype_name(dtype: object) -> str:
     """Return the bare name of a torch dtype: bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """Return ascending ranks as text, with runs as ranges: ranks 0-3, 7."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    is_one = len(runs) == 1 and runs[0][0] == runs[0][1]
+    return f"{'rank' if is_one else 'ranks'} {', '.join(texts)}"
 
 
 def summary(outputs: Iterable[TensorInfo]) -> str:

@@ -40,6 +40,7 @@ def put_together(
     *,
     num_files: int = 1,
     stored_as: Callable[[torch.Tensor], object] = torch.Tensor.contiguous,
+    only_rank: int | None = None,
 ) -> Path:
     """Write tensors in chosen blocks, turn by turn into several data files.
 
@@ -49,6 +50,7 @@ def put_together(
         blocks_of: Which blocks a tensor is cut into.
         num_files: As if so many ranks had saved.
         stored_as: Makes of a block what is saved, a tensor that may be any view.
+        only_rank: As if only this rank's blocks were given, and ranks had kept their metadata to themselves.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = [bytearray() for _ in range(num_files)]
@@ -61,22 +63,23 @@ def put_together(
             torch.save(stored_as(tensor[block]), stream)
             start = torch.Size(part.indices(size)[0] for part, size in zip(block, tensor.shape, strict=True))
             chunks.append(ChunkStorageMetadata(start, tensor[block].shape))
-            rank = len(places) % num_files
+            number = len(places) % num_files
             places[MetadataIndex(name, start)] = _StorageInfo(
-                f"__{rank}_0.distcp", len(files[rank]), len(stream.getvalue())
+                f"__{only_rank or number}_0.distcp", len(files[number]), len(stream.getvalue())
             )
-            files[rank] += stream.getvalue()
+            files[number] += stream.getvalue()
         entries[name] = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, chunks)
     paths = {name: (name,) for name in tensors}
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, paths, places, StorageMeta(folder))))
-    for rank, data in enumerate(files):
-        (folder / f"__{rank}_0.distcp").write_bytes(data)
+    metadata_file = ".metadata" if only_rank is None else f"__{only_rank}.metadata"
+    (folder / metadata_file).write_bytes(pickle.dumps(Metadata(entries, paths, places, StorageMeta(folder))))
+    for number, data in enumerate(files):
+        (folder / f"__{only_rank or number}_0.distcp").write_bytes(data)
     return folder
 
 
-def edit_metadata(folder: Path, edit: Callable[[Any], object]) -> None:
+def edit_metadata(folder: Path, edit: Callable[[Any], object], file_name: str = ".metadata") -> None:
     """Change what the metadata of a folder say."""
-    file = folder / ".metadata"
+    file = folder / file_name
     metadata = pickle.loads(file.read_bytes())
     edit(metadata)
     file.write_bytes(pickle.dumps(metadata))

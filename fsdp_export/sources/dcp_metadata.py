@@ -1,111 +1,157 @@
-"""The `.metadata` file of a DCP checkpoint: which tensors there are, in which chunks, and where each chunk lies."""
+"""The metadata of a DCP checkpoint: which tensors there are, in which chunks, and where each chunk lies.
+
+They are in one file, `.metadata`, or with `use_collectives=False` in one per rank, `__0.metadata` and so on, each of
+which tells of what its rank wrote.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
 from ..errors import SourceError
 from ..spec import Box
-from .archive import Place
+from .archive import Place, is_inside, is_possible
+from .stored import Chunk, StoredTensor
 from .tensor_pickle import dtype_names
 from .unpickle import Call, Kind, Names, Record, is_count, is_counts, unpickle
 
-__all__ = ["METADATA", "Chunk", "Metadata", "StoredTensor", "read_metadata"]
+__all__ = ["METADATA", "Metadata", "rank_of_metadata", "read_metadata"]
 
 METADATA = ".metadata"
 """Name of the file; a folder with it is a DCP checkpoint."""
 
+_RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
 _MAX_BYTES = 2 << 30
+_COPY_AGAIN = "Copy the file here again, or use another step"
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A block of a tensor, and where it lies."""
-
-    box: Box
-    place: Place
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as it lies on disk.
-
-    Attributes:
-        key: Its name in the checkpoint.
-        shape: Its global shape.
-        dtype: Its dtype.
-        chunks: Its blocks that are not empty, in the order of the tensor, each once.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
+def rank_of_metadata(file_name: str) -> int | None:
+    """Return the rank whose metadata a file has, None for other files."""
+    match = _RANK_METADATA.fullmatch(file_name)
+    return int(match[1]) if match else None
 
 
 class Metadata:
-    """What a `.metadata` file says. Chunks are looked up tensor by tensor: most belong to the optimizer.
+    """What the metadata say. Chunks are looked up tensor by tensor: most belong to the optimizer.
+
+    Args:
+        folder: The folder of the checkpoint.
+        contents: What the metadata files hold, by their names, in the order of ranks.
 
     Attributes:
-        file: The file.
-        tensors: Names of the tensors, in the order of the file.
+        file: The first file.
+        subject: What messages about several of its entries name: the file, or the folder where there are several.
+        tensors: Names of the tensors, in the order of the files.
         others: Names of what is no tensor.
         paths: For every name the nested keys under which the saved state dict had it; empty where it was saved flat
             by a planner that does not say.
         file_bytes: For every data file the bytes that it must have.
+        transforms: For every tensor that extensions changed as it was written what they call themselves.
+
+    Raises:
+        SourceError: What a file says does not make sense.
     """
 
-    def __init__(self, file: Path, content: object) -> None:
-        self.file = file
-        state = self._state(content, "Metadata")
-        entries = self._dict(state.get("state_dict_metadata"), "tensors")
-        self._tensors: dict[str, Record] = {}
-        self.others: list[str] = []
-        for key, entry in entries.items():
-            if not isinstance(key, str) or not isinstance(entry, Record):
-                raise self._error("an entry without a name")
-            if entry.kind == "BytesStorageMetadata":
-                self.others.append(key)
-            else:
-                self._tensors[key] = entry
-        self.tensors = list(self._tensors)
-        self.paths = self._read_paths(state.get("planner_data"))
-        self._places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
-        self._transformed: set[str] = set()
+    def __init__(self, folder: Path, contents: Mapping[str, object]) -> None:
+        self._parts = [_Part(folder / name, content) for name, content in contents.items()]
+        self.file = self._parts[0].file
+        self.subject = self.file if len(self._parts) == 1 else folder
+        self.tensors = _union(part.tensors for part in self._parts)
+        self.others = _union(part.others for part in self._parts)
+        self.paths: dict[str, tuple[str, ...]] = {}
         self.file_bytes: dict[str, int] = {}
-        for index, info in self._dict(state.get("storage_data"), "places").items():
-            self._add_place(self._state(index, "MetadataIndex"), self._state(info, "_StorageInfo"))
+        self.transforms: dict[str, tuple[str, ...]] = {}
+        for part in self._parts:
+            self.paths |= part.paths
+            self.transforms |= part.transforms
+            for file, num_bytes in part.file_bytes.items():
+                self.file_bytes[file] = max(self.file_bytes.get(file, 0), num_bytes)
 
     def tensor(self, key: str) -> StoredTensor:
         """Return a tensor with its chunks.
 
         Raises:
-            SourceError: What the file says of it does not make sense.
+            SourceError: What the files say of it does not make sense, or they disagree.
         """
-        if key in self._transformed:
-            fix = "Save without the extension"
-            what = "a tensor compressed or encrypted by an extension, not supported yet,"
-            raise SourceError(what, name=key, file=self.file, fix=fix)
-        state = self._state(self._tensors[key], "TensorStorageMetadata", key)
+        parts = [part for part in self._parts if key in part.tensors]
+        shape, dtype = parts[0].shape_and_dtype(key)
+        places: dict[Box, list[Place]] = {}
+        for part in parts:
+            other_shape, other_dtype = part.shape_and_dtype(key)
+            if (other_shape, other_dtype) != (shape, dtype):
+                raise SourceError(
+                    "ranks that saved different tensors under one name",
+                    name=key,
+                    file=self.subject,
+                    expected=f"{list(shape)} {dtype} as in {parts[0].file.name}",
+                    found=f"{list(other_shape)} {other_dtype} in {part.file.name}",
+                    fix="Use another step",
+                )
+            for box in part.boxes(key, shape):
+                if math.prod(box.shape):
+                    places.setdefault(box, []).append(part.place(key, box, dtype))
+        whole = Box.whole(shape)
+        chunks = [
+            Chunk(box, at[0], at[-1] if len(at) > 1 and box == whole else None)
+            for box, at in sorted(places.items(), key=lambda item: item[0].start)
+        ]
+        return StoredTensor(key, shape, dtype, tuple(chunks))
+
+
+class _Part:
+    """What one metadata file says."""
+
+    def __init__(self, file: Path, content: object) -> None:
+        self.file = file
+        state = self._state(content, "Metadata")
+        self.tensors: dict[str, Record] = {}
+        self.others: list[str] = []
+        for key, entry in self._dict(state.get("state_dict_metadata"), "tensors").items():
+            if not isinstance(key, str) or not isinstance(entry, Record):
+                raise self._error("an entry without a name")
+            if entry.kind == "BytesStorageMetadata":
+                self.others.append(key)
+            else:
+                self.tensors[key] = entry
+        self.paths = _paths(state.get("planner_data"))
+        self.transforms: dict[str, tuple[str, ...]] = {}
+        self.file_bytes: dict[str, int] = {}
+        self._places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+        for index, info in self._dict(state.get("storage_data"), "places").items():
+            self._add_place(self._state(index, "MetadataIndex"), self._state(info, "_StorageInfo"))
+
+    def shape_and_dtype(self, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return the global shape and the dtype of a tensor."""
+        state = self._state(self.tensors[key], "TensorStorageMetadata", key)
         properties = state.get("properties")
         if not isinstance(properties, Record) or not isinstance(properties.state, tuple) or not properties.state:
             raise self._error("no dtype", key)
         dtype = properties.state[0]
         if not isinstance(dtype, torch.dtype):
             raise self._error("no dtype", key)
-        shape = self._sizes(state.get("size"), key)
-        records = state.get("chunks")
+        return self._sizes(state.get("size"), key), dtype
+
+    def boxes(self, key: str, shape: tuple[int, ...]) -> Iterable[Box]:
+        """Return the chunks of a tensor, each once."""
+        records = self._state(self.tensors[key], "TensorStorageMetadata", key).get("chunks")
         if not isinstance(records, list):
             raise self._error("no chunks", key)
-        boxes = {self._box(record, shape, key) for record in records}
-        chunks = [Chunk(box, self._place(key, box)) for box in boxes if math.prod(box.shape)]
-        chunks.sort(key=lambda chunk: chunk.box.start)
-        return StoredTensor(key, shape, dtype, tuple(chunks))
+        return dict.fromkeys(self._box(record, shape, key) for record in records)
+
+    def place(self, key: str, box: Box, dtype: torch.dtype) -> Place:
+        """Return where a chunk of a tensor lies."""
+        place = self._places.get((key, box.start))
+        if place is None:
+            raise self._error(f"no data file of the chunk at {box.start}", key)
+        num_bytes = math.prod(box.shape) * dtype.itemsize
+        if place.length < num_bytes and key not in self.transforms:
+            raise self._error(f"{place.length:,} bytes of data of the {num_bytes:,} of the chunk at {box.start}", key)
+        return place
 
     def _box(self, record: object, shape: tuple[int, ...], key: str) -> Box:
         state = self._state(record, "ChunkStorageMetadata", key)
@@ -117,36 +163,22 @@ class Metadata:
             raise self._error(f"a chunk up to {stop} of a tensor of shape {shape}", key)
         return Box(start, stop)
 
-    def _place(self, key: str, box: Box) -> Place:
-        place = self._places.get((key, box.start))
-        if place is None:
-            raise self._error(f"no data file of the chunk at {box.start}", key)
-        return place
-
     def _add_place(self, index: Mapping[str, object], info: Mapping[str, object]) -> None:
         key, start = index.get("fqn"), index.get("offset")
         file, offset, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(key, str) or not isinstance(file, str):
             raise self._error("a place without a name")
-        if file not in self.file_bytes and not _is_inside(file):
+        if file not in self.file_bytes and not is_inside(file):
             raise self._error("a data file outside of the folder")
         if not is_count(offset) or not is_count(length):
             raise self._error("a place without numbers", key)
-        if info.get("transform_descriptors"):
-            self._transformed.add(key)
+        descriptors = info.get("transform_descriptors")
+        if descriptors:
+            if not isinstance(descriptors, list) or not all(isinstance(text, str) for text in descriptors):
+                raise self._error("extensions without names", key)
+            self.transforms[key] = tuple(descriptors)
         self._places[key, None if start is None else self._sizes(start, key)] = Place(file, offset, length)
         self.file_bytes[file] = max(self.file_bytes.get(file, 0), offset + length)
-
-    def _read_paths(self, planner_data: object) -> dict[str, tuple[str, ...]]:
-        if not isinstance(planner_data, dict):
-            return {}
-        paths = {}
-        for key, path in planner_data.items():
-            is_path = isinstance(path, tuple) and path and all(isinstance(part, (str, int)) for part in path)
-            if not isinstance(key, str) or not is_path:
-                return {}
-            paths[key] = tuple(map(str, path))
-        return paths
 
     def _state(self, record: object, kind: str, key: str | None = None) -> Mapping[str, object]:
         if isinstance(record, Record) and record.kind == kind and isinstance(record.state, dict):
@@ -159,36 +191,54 @@ class Metadata:
         raise self._error(f"no {what}")
 
     def _sizes(self, value: object, key: str) -> tuple[int, ...]:
-        if is_counts(value):
+        if is_counts(value) and is_possible(value):
             return value
         raise self._error("a size that is none", key)
 
     def _error(self, found: str, key: str | None = None) -> SourceError:
-        fix = "Copy the file here again, or use another step"
-        return SourceError("metadata that make no sense", name=key, file=self.file, found=found, fix=fix)
+        what = "metadata that make no sense"
+        return SourceError(what, name=key, file=self.file, found=found, fix=_COPY_AGAIN)
 
 
-def _is_inside(file: str) -> bool:
-    """Tell whether a name is a file's below the folder."""
-    path = PurePosixPath(file)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and file.isprintable()
+def _paths(planner_data: object) -> dict[str, tuple[str, ...]]:
+    if not isinstance(planner_data, dict):
+        return {}
+    paths = {}
+    for key, path in planner_data.items():
+        is_path = isinstance(path, tuple) and path and all(isinstance(part, (str, int)) for part in path)
+        if not isinstance(key, str) or not is_path:
+            return {}
+        paths[key] = tuple(map(str, path))
+    return paths
 
 
-def read_metadata(folder: Path) -> Metadata:
-    """Read the `.metadata` file of a folder, without torch.distributed and without running anything of it.
+def _union(names: Iterable[Iterable[str]]) -> list[str]:
+    return list(dict.fromkeys(name for part in names for name in part))
+
+
+def read_metadata(folder: Path, names: Iterable[str]) -> Metadata:
+    """Read metadata files, without torch.distributed and without running anything of them.
+
+    Args:
+        folder: The folder of the checkpoint.
+        names: Its metadata files, in the order of ranks.
 
     Raises:
-        SourceError: It cannot be read, or is not understood.
-        UnsafeInputError: It names what no checkpoint needs.
+        SourceError: One cannot be read, or is not understood.
+        UnsafeInputError: One names what no checkpoint needs.
     """
-    file = folder / METADATA
+    return Metadata(folder, {name: _read(folder / name) for name in names})
+
+
+def _read(file: Path) -> object:
     try:
-        if file.stat().st_size > _MAX_BYTES:
-            raise SourceError("metadata too large to be true", file=file, found=f"{file.stat().st_size:,} bytes")
+        num_bytes = file.stat().st_size
+        if num_bytes > _MAX_BYTES:
+            raise SourceError("metadata too large to be true", file=file, found=f"{num_bytes:,} bytes")
         data = file.read_bytes()
     except OSError as error:
         raise SourceError("metadata that cannot be read", file=file, found=error.strerror or error) from error
-    return Metadata(file, unpickle(data, _NAMES, file=file))
+    return unpickle(data, _NAMES, file=file)
 
 
 def _size(values: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ from os import PathLike
 import torch
 
 from ..errors import SourceError
+from .archive import is_possible
 from .unpickle import Call, Names, is_count, is_counts, unpickle
 
-__all__ = ["TensorView", "dtype_names", "read_tensor"]
+__all__ = ["TENSOR_NAMES", "TensorView", "dtype_names", "find_storage", "read_tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class TensorView:
         dtype: The dtype.
         offset: Elements of the storage before the first one.
         shape: The shape.
-        strides: Elements from one index to the next, in every dim. No two elements share memory.
+        strides: Elements from one index to the next, in every dim.
     """
 
     storage_key: str
@@ -40,6 +41,23 @@ class TensorView:
             return 0
         return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
 
+    def check(self, *, file: str | PathLike[str], name: str) -> None:
+        """Refuse a tensor, expanded for example, that is larger than the memory it stands for.
+
+        Args:
+            file: The file it is from, for messages.
+            name: The tensor, for messages.
+
+        Raises:
+            SourceError: Elements share memory.
+        """
+        extent = 0
+        for step, size in sorted(zip(self.strides, self.shape, strict=True)) if math.prod(self.shape) else ():
+            if size > 1 and step <= extent:
+                fix = "Save a copy of it: tensor.contiguous()"
+                raise SourceError("a tensor whose elements share memory", name=name, file=file, fix=fix)
+            extent += max(size - 1, 0) * step
+
 
 def read_tensor(data: bytes, *, file: str | PathLike[str], name: str) -> TensorView:
     """Read the pickle of a single tensor.
@@ -53,10 +71,11 @@ def read_tensor(data: bytes, *, file: str | PathLike[str], name: str) -> TensorV
         UnsafeInputError: The pickle names what no tensor needs.
         SourceError: It is damaged, or holds something else.
     """
-    tensor = unpickle(data, _NAMES, file=file, name=name, persistent=_storage)
+    tensor = unpickle(data, TENSOR_NAMES, file=file, name=name, persistent=find_storage)
     if not isinstance(tensor, TensorView):
         fix = "The files are of different saves; use another step"
         raise SourceError("a pickle without a tensor", name=name, file=file, fix=fix)
+    tensor.check(file=file, name=name)
     return tensor
 
 
@@ -78,7 +97,8 @@ class _Storage:
     dtype: object
 
 
-def _storage(persistent_id: object) -> _Storage:
+def find_storage(persistent_id: object) -> object:
+    """Return what a persistent id in a pickle of tensors stands for, for `unpickle`."""
     match persistent_id:
         case ("storage", _StorageType(dtype), str(key), _, _):
             return _Storage(key, dtype)
@@ -106,11 +126,8 @@ def _view(key: str, dtype: object, offset: object, shape: object, strides: objec
         raise TypeError("a tensor without a dtype")
     if not is_count(offset) or not is_counts(shape) or not is_counts(strides) or len(shape) != len(strides):
         raise ValueError("a tensor without a shape")
-    extent = 0
-    for step, size in sorted(zip(strides, shape, strict=True)):
-        if size > 1 and step <= extent:
-            raise ValueError("a tensor whose elements share memory")
-        extent += max(size - 1, 0) * step
+    if not is_possible(shape):
+        raise ValueError("a shape larger than any tensor")
     return TensorView(key, dtype, offset, shape, strides)
 
 
@@ -136,7 +153,7 @@ _STORAGE_DTYPES = {
     "ComplexDouble": torch.complex128,
     "ComplexFloat": torch.complex64,
 }
-_NAMES: Names = {
+TENSOR_NAMES: Names = {
     "torch._utils._rebuild_tensor_v2": Call(_tensor_v2),
     "torch._utils._rebuild_tensor_v3": Call(_tensor_v3),
     "torch._utils._rebuild_parameter": Call(_parameter),
@@ -145,3 +162,4 @@ _NAMES: Names = {
     "collections.OrderedDict": Call(_no_hooks),
     **dtype_names(),
 }
+"""What the global names in the pickle of a tensor mean."""

@@ -3,7 +3,8 @@
 It knows the few opcodes that checkpoints use, and the caller says which global names may stand in the pickle and what
 each of them means here. A name is a plain value, a `Call` to a function of ours, or a `Kind`, whose instances are kept
 as a `Record` of their state: no class of the library that wrote the pickle is looked up, so that it need not be
-installed, let alone in the same version. Any other name is refused before anything is made of it.
+installed, let alone in the same version. A name may also be a `Refusal`, which says why a pickle with it is not read.
+Any other name is refused before anything is made of it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NoReturn, TypeGuard
 
 from ..errors import SourceError, UnsafeInputError
 
-__all__ = ["Call", "Kind", "Names", "Record", "is_count", "is_counts", "unpickle"]
+__all__ = ["Call", "Kind", "Names", "Record", "Refusal", "is_count", "is_counts", "unpickle"]
 
 # A pickler empties its stack every 1,000 items; only a file made to fill the memory comes near this.
 _MAX_STACK = 1_000_000
@@ -46,6 +47,19 @@ class Record:
     state: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a name stands for that tells of a format which is not read.
+
+    Attributes:
+        what: What the format is, for a message.
+        fix: One way out, for the message.
+    """
+
+    what: str
+    fix: str
+
+
 Names = Mapping[str, object]
 """Meaning of the global names that may stand in a pickle, by `module.name`."""
 
@@ -72,18 +86,13 @@ def unpickle(
 
     Raises:
         UnsafeInputError: The pickle uses another global name.
-        SourceError: It is damaged, or uses opcodes that no checkpoint needs.
+        SourceError: It is damaged, uses opcodes that no checkpoint needs, or is of a format that is not read.
     """
     machine = _Machine(data, names, persistent)
     try:
         return machine.run()
-    except _ForeignNameError as error:
-        raise UnsafeInputError(
-            f"a pickle that names {error} (nothing of it was run)",
-            name=name,
-            file=file,
-            fix="Find out who made the file",
-        ) from None
+    except _RefusedNameError as refused:
+        raise refused.kind(refused.what, name=name, file=file, fix=refused.fix) from None
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         cause = error if isinstance(error, ValueError) else type(error).__name__
         found = f"{cause} before byte {machine.position:,}"
@@ -101,8 +110,12 @@ def is_counts(value: object) -> TypeGuard[tuple[int, ...]]:
     return isinstance(value, tuple) and all(map(is_count, value))
 
 
-class _ForeignNameError(Exception):
-    """A global name that is not among those allowed."""
+class _RefusedNameError(Exception):
+    """A global name that is not among those allowed, or is a refusal."""
+
+    def __init__(self, kind: type[SourceError], what: str, fix: str) -> None:
+        super().__init__(what)
+        self.kind, self.what, self.fix = kind, what, fix
 
 
 class _Machine:
@@ -216,10 +229,14 @@ class _Machine:
 
     def find(self, module: str, name: str) -> object:
         full_name = f"{module}.{name}"
-        try:
-            return self.names[full_name]
-        except KeyError:
-            raise _ForeignNameError(full_name if full_name.isprintable() else ascii(full_name)) from None
+        meaning = self.names.get(full_name)
+        if isinstance(meaning, Refusal):
+            raise _RefusedNameError(SourceError, meaning.what, meaning.fix)
+        if meaning is None:
+            shown = full_name if full_name.isprintable() else ascii(full_name)
+            what = f"a pickle that names {shown} (nothing of it was run)"
+            raise _RefusedNameError(UnsafeInputError, what, "Find out who made the file")
+        return meaning
 
     def call(self) -> None:
         """Replace a function and the tuple of its arguments by the result."""
@@ -229,15 +246,20 @@ class _Machine:
         self.push(target.function(*arguments))
 
     def make(self) -> None:
-        """Replace a kind and its arguments, of which there must be none, by an instance."""
+        """Replace a kind by an instance; there must be no arguments but for a function of ours, which takes them."""
         arguments, target = self.stack.pop(), self.stack.pop()
-        if not isinstance(target, Kind) or arguments != ():
+        if isinstance(target, Call) and isinstance(arguments, tuple):
+            self.push(target.function(*arguments))
+        elif isinstance(target, Kind) and arguments == ():
+            self.push(Record(target.name))
+        else:
             _fail("an instance of what is no class")
-        self.push(Record(target.name))
 
     def build(self) -> None:
-        """Give the state on top of the stack to the record below it."""
+        """Give the state on top of the stack to the record below it; attributes of a dict are dropped."""
         state, target = self.stack.pop(), self.stack[-1]
+        if isinstance(target, dict):
+            return
         if not isinstance(target, Record) or target.state is not None:
             _fail("a state of what has none")
         target.state = state

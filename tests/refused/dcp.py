@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from dcp_folders import edit_metadata, put_together, save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from fsdp_export.errors import ExportError, NotFoundError, SourceError, UnsafeInputError, UsageError
@@ -150,28 +151,77 @@ def no_archive(folder: Path) -> None:
     file.write_bytes(bytes(file.stat().st_size))
 
 
+def _save_as_safetensors(folder: Path) -> None:
+    writer = FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
+    save(folder, {"v": FULL + 1, "w": FULL}, storage_writer=writer)
+
+
 @_refused(
     SourceError,
-    "safetensors inside a DCP checkpoint, not supported yet, at byte 0 for 'w' in {folder}/__0_0.distcp. Save "
-    "with SerializationFormat.TORCH_SAVE, the default.",
+    "a truncated safetensors file in {folder}/__0_0.distcp: expected 592 bytes, found 591. Copy the file here again, "
+    "or use another step.",
 )
-def safetensors_inside(folder: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
+def truncated_safetensors(folder: Path) -> None:
+    _save_as_safetensors(folder)
+    os.truncate(folder / "__0_0.distcp", (folder / "__0_0.distcp").stat().st_size - 1)
 
+
+@_refused(
+    SourceError,
+    "a chunk that is not what the metadata say for 'v' in {folder}/__0_0.distcp: expected the tensor, found others "
+    "only. The files are of different saves; use another step.",
+)
+def other_tensors_in_safetensors(folder: Path) -> None:
+    _save_as_safetensors(folder)
+    file = folder / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b'"v"', b'"u"').replace(b'"v\\"', b'"u\\"'))
+
+
+@_refused(
+    SourceError,
+    "a chunk that is not what the metadata say for 'w' in {folder}/__0_0.distcp: expected elements from [0, 0], found "
+    "those from [4, 0]. The files are of different saves; use another step.",
+)
+def other_rows_in_safetensors(folder: Path) -> None:
     writer = FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
     save(folder, {"w": FULL}, storage_writer=writer)
+    file = folder / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"[0, 0]", b"[4, 0]"))
 
 
 @_refused(
     SourceError,
-    "a tensor compressed or encrypted by an extension, not supported yet, for 'w' in {folder}/.metadata. Save "
-    "without the extension.",
+    "a tensor changed by extensions that are not known for 'w' in {folder}: expected stream.zstd/1, found "
+    "stream.rot13/1. Save without them.",
 )
-def transformed(folder: Path) -> None:
+def unknown_extension(folder: Path) -> None:
     put_together(folder, {"w": FULL})
+    _set_descriptors(folder, ["stream.rot13/1"])
 
+
+@_refused(
+    SourceError,
+    "a tensor changed by extensions that are not known for 'w' in {folder}: expected stream.zstd/1, found "
+    "stream.rot13/1, stream.zstd/1. Save without them.",
+)
+def two_extensions(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    _set_descriptors(folder, ["stream.rot13/1", "stream.zstd/1"])
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense for 'w' in {folder}/.metadata: found extensions without names. Copy the file here "
+    "again, or use another step.",
+)
+def nameless_extension(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    _set_descriptors(folder, [3])
+
+
+def _set_descriptors(folder: Path, descriptors: list[Any]) -> None:
     def edit(metadata: Any) -> None:
-        next(iter(metadata.storage_data.values())).transform_descriptors = ["stream.zstd/1"]
+        next(iter(metadata.storage_data.values())).transform_descriptors = descriptors
 
     edit_metadata(folder, edit)
 
@@ -205,8 +255,7 @@ def conjugated_chunk(folder: Path) -> None:
 
 @_refused(
     SourceError,
-    "a damaged pickle for 'w' in {folder}/__0_0.distcp: found a tensor whose elements share memory before byte 151. "
-    "Copy the file here again, or use another step.",
+    "a tensor whose elements share memory for 'w' in {folder}/__0_0.distcp. Save a copy of it: tensor.contiguous().",
 )
 def elements_that_share_memory(folder: Path) -> None:
     put_together(folder, {"w": FULL}, stored_as=lambda tensor: tensor[:1].expand(8, 5))
@@ -280,6 +329,12 @@ def empty_metadata(folder: Path) -> None:
     os.truncate(folder / ".metadata", 0)
 
 
+@_refused(SourceError, "metadata too large to be true in {folder}/.metadata: found 2,147,483,649 bytes")
+def boundless_metadata(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    os.truncate(folder / ".metadata", (2 << 30) + 1)
+
+
 @_refused(
     SourceError,
     "metadata that make no sense in {folder}/.metadata: found no Metadata. Copy the file here again, or use "
@@ -310,8 +365,18 @@ def hole_in_a_grid(folder: Path) -> None:
 
 @_refused(
     SourceError,
-    "chunks that overlap for 'w' in {folder}/.metadata: found [0:5, 0:5] and [4:8, 0:5]. The checkpoint is "
-    "incomplete; use another step.",
+    "chunks that leave a hole for 's' in {folder}/.metadata: found no data. The checkpoint is incomplete; use another "
+    "step.",
+)
+def scalar_without_a_chunk(folder: Path) -> None:
+    put_together(folder, {"s": FULL[0, 0]})
+    edit_metadata(folder, lambda metadata: metadata.state_dict_metadata["s"].chunks.clear())
+
+
+@_refused(
+    SourceError,
+    "chunks that overlap for 'w' in {folder}/.metadata: found [0:5, 0:5] in __0_0.distcp and [4:8, 0:5] in "
+    "__0_0.distcp. The files are of different saves; use another step.",
 )
 def overlap(folder: Path) -> None:
     put_together(folder, {"w": FULL}, lambda _: [(slice(0, 5), slice(0, 5)), (slice(4, 8), slice(0, 5))])
@@ -426,14 +491,94 @@ def unfinished_save(folder: Path) -> None:
     (folder / ".metadata").rename(folder / ".metadata.tmp")
 
 
+def _save_per_rank(folder: Path, *ranks: int, of: int = 2) -> None:
+    """Save as some of the ranks do with `use_collectives=False`: each a part of the rows, and a whole copy."""
+    rows = 8 // of
+    for rank in ranks:
+
+        def blocks_of(tensor: torch.Tensor, rank: int = rank) -> list[tuple[slice, ...]]:
+            is_copy = tensor.dim() == 1
+            return [(slice(0, 5),)] if is_copy else [(slice(rows * rank, rows * (rank + 1)), slice(0, 5))]
+
+        put_together(folder, {"w": FULL, "n": FULL[0]}, blocks_of, only_rank=rank)
+
+
 @_refused(
     SourceError,
-    "one metadata file per rank, not supported yet, in {folder}: found __0.metadata. Save with "
-    "use_collectives=True, the default.",
+    "missing __1.metadata, __3.metadata in {folder}: expected metadata of 4 ranks, found those of ranks 0, 2. "
+    "Node-local disks are the usual cause: copy the others here.",
 )
-def metadata_per_rank(folder: Path) -> None:
+def metadata_of_some_ranks(folder: Path) -> None:
+    _save_per_rank(folder, 0, 2, of=4)
+    (folder / "__3_0.distcp").touch()
+
+
+@_refused(
+    SourceError,
+    "chunks that leave a hole for 'w' in {folder}: found no data for some of rows 6:8 of 8. The checkpoint is "
+    "incomplete; use another step.",
+)
+def no_trace_of_the_last_rank(folder: Path) -> None:
+    _save_per_rank(folder, 0, 1, 2, of=4)
+
+
+@_refused(
+    SourceError,
+    "missing __1_0.distcp (rank 1) in {folder}: expected data files of 2 ranks, found those of 1. Node-local disks "
+    "are the usual cause: copy the others here.",
+)
+def metadata_of_a_rank_without_its_data(folder: Path) -> None:
+    _save_per_rank(folder, 0, 1)
+    (folder / "__1_0.distcp").unlink()
+
+
+@_refused(
+    SourceError,
+    "chunks that overlap for 'w' in {folder}: found [0:2, 0:5] in __0_0.distcp and [0:4, 0:5] in __1_0.distcp. The "
+    "files are of different saves; use another step.",
+)
+def ranks_of_two_saves(folder: Path) -> None:
+    _save_per_rank(folder, 0, 1, 2, 3, of=4)
+    _save_per_rank(folder, 1, of=2)
+    put_together(folder, {"w": FULL}, lambda _: [(slice(0, 4), slice(0, 5))], only_rank=1)
+
+
+@_refused(
+    SourceError,
+    "ranks that saved different tensors under one name for 'w' in {folder}: expected [8, 5] torch.float32 as in "
+    "__0.metadata, found [4, 5] torch.float32 in __1.metadata. Use another step.",
+)
+def ranks_that_disagree(folder: Path) -> None:
+    _save_per_rank(folder, 0)
+    put_together(folder, {"w": FULL[:4]}, only_rank=1)
+
+
+@_refused(
+    SourceError,
+    "a tensor of which ranks saved different copies for 'n' in {folder}: found __0_0.distcp and __1_0.distcp. Save it "
+    "as a DTensor if it is sharded, or leave it out with --exclude.",
+)
+def copies_that_differ(folder: Path) -> None:
+    put_together(folder, {"n": FULL[0]}, only_rank=0)
+    put_together(folder, {"n": FULL[1]}, only_rank=1)
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense for 'w' in {folder}/.metadata: found 159 bytes of data of the 160 of the chunk at "
+    "(0, 0). Copy the file here again, or use another step.",
+)
+def place_that_is_too_small(folder: Path) -> None:
     put_together(folder, {"w": FULL})
-    (folder / ".metadata").rename(folder / "__0.metadata")
+    edit_metadata(folder, lambda metadata: setattr(next(iter(metadata.storage_data.values())), "length", 159))
+
+
+@_refused(
+    NotFoundError,
+    "no DCP checkpoint in {folder}: found No such file or directory. Name the folder that has them.",
+)
+def no_folder(folder: Path) -> None:
+    assert not folder.exists()
 
 
 @_refused(

@@ -6,7 +6,7 @@ import random
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,10 +20,9 @@ from hypothesis import strategies as st
 from models import meshes_for, shard, tiny
 from ranks import run_ranks
 from refused.dcp import REFUSED, Maker
+from stored_sources import assert_equal, assert_holds
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import StateDictType
 
 from fsdp_export.errors import ExportError, NotFoundError, SourceError
@@ -33,28 +32,6 @@ from fsdp_export.sources.dcp import DcpSource
 
 FULL = torch.arange(40.0).view(8, 5)
 NAMELESS = _StorageInfo(cast("str", 3), 1, 3)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def assert_equal(read: torch.Tensor, expected: torch.Tensor) -> None:
-    assert (read.dtype, read.shape, read.device) == (expected.dtype, expected.shape, expected.device)
-    assert torch.equal(as_bytes(read), as_bytes(expected))
-
-
-def assert_holds(source: DcpSource, expected: Mapping[str, torch.Tensor], *, num_slices: int = 3) -> None:
-    """Compare names, order, and every tensor as a whole and in random rows."""
-    assert [spec.name for spec in source.specs] == list(expected)
-    draw = random.Random(0)
-    for spec in source.specs:
-        full = expected[spec.name]
-        assert (spec.shape, spec.dtype) == (tuple(full.shape), full.dtype)
-        assert_equal(source.rows(spec, 0, spec.num_rows), full)
-        for _ in range(num_slices if full.dim() else 0):
-            first, stop = sorted(draw.randint(0, spec.num_rows) for _ in range(2))
-            assert_equal(source.rows(spec, first, stop), full[first:stop])
 
 
 def read_all(folder: Path) -> None:
@@ -149,20 +126,6 @@ def test_rows_are_put_together_from_any_tiling(data: st.DataObject, tmp_path: Pa
     source.close()
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The sizes of all reads of data files."""
-    sizes: list[int] = []
-    preadv = os.preadv
-
-    def counted(descriptor: int, targets: Sequence[memoryview], offset: int) -> int:
-        sizes.append(preadv(descriptor, targets, offset))
-        return sizes[-1]
-
-    monkeypatch.setattr(os, "preadv", counted)
-    return sizes
-
-
 @pytest.mark.parametrize(
     "stored_as", [STORED_AS["contiguous"], STORED_AS["transposed"]], ids=["straight", "transposed"]
 )
@@ -223,121 +186,10 @@ def test_the_description_says_what_was_found_and_what_is_left_out(tmp_path: Path
     save(tmp_path, {"model": {"w": FULL.bfloat16(), "n": FULL[0]}, "optim": {"w": {"exp_avg": FULL}}, "step": 3})
     source = DcpSource(tmp_path)
     assert source.description == (
-        "DCP checkpoint, 1 data file, 2 tensors, 100 B, bfloat16 and float32, below 'model', 2 other entries left out"
+        "DCP checkpoint of 1 rank, 1 data file, 2 tensors, 100 B, bfloat16 and float32, below 'model',"
+        " 2 other entries left out"
     )
     assert source.skipped == ("optim.w.exp_avg", "step")
-
-
-class App(Stateful):
-    """What the tutorial of DCP saves."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.randint(0, 11, (2, 3))).sum().backward()
-        self.optimizer.step()
-
-    def state_dict(self) -> dict[str, Any]:
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        return {"model": get_model_state_dict(self.model), "optim": optimizer}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-@pytest.mark.parametrize(
-    ("wrap", "prefix"),
-    [
-        (lambda app: app.model.state_dict(), ""),
-        (lambda app: app.state_dict(), "model."),
-        (lambda app: {"app": app}, "app.model."),
-        (
-            lambda app: {"state": {"model": app.model.state_dict(), "optimizers": app.state_dict()["optim"]}},
-            "state.model.",
-        ),
-        (lambda app: {**app.model.state_dict(), "optimizer": app.state_dict()["optim"], "step": 3}, ""),
-        (lambda app: {"model": {f"module.{k}": v for k, v in app.model.state_dict().items()}}, "model."),
-        (lambda app: {"model": {f"_orig_mod.{k}": v for k, v in app.model.state_dict().items()}}, "model."),
-        (lambda app: {"policy": app.model.state_dict(), "train_state": {"step": torch.tensor(3)}}, "policy."),
-        (lambda app: {"model": app.model.state_dict(), "ema": app.model.state_dict()}, "model."),
-    ],
-    ids=["flat", "nested", "stateful", "composer", "torchtitan", "ddp", "compiled", "other word", "ema"],
-)
-def test_the_model_is_found_and_nothing_else(wrap: Any, prefix: str, tmp_path: Path) -> None:
-    app = App(tiny())
-    source = DcpSource(save(tmp_path, wrap(app)))
-    assert_holds(source, app.model.state_dict(), num_slices=0)
-    assert (f"below {prefix.rstrip('.')!r}" in source.description) == bool(prefix)
-
-
-LLAMA = {"model.embed_tokens.weight": FULL, "model.norm.weight": FULL[0]}
-HEAD = {"lm_head.weight": FULL}
-
-
-@pytest.mark.parametrize(
-    ("state_dict", "names"),
-    [
-        (LLAMA, LLAMA),
-        (LLAMA | HEAD, LLAMA | HEAD),
-        ({"model": LLAMA}, LLAMA),
-        ({"model": LLAMA | HEAD}, LLAMA | HEAD),
-        ({"model": {"model": LLAMA}}, LLAMA),
-        (LLAMA | {"optimizer": {"state": {"model.norm.weight": {"exp_avg": FULL}}}}, LLAMA),
-    ],
-    ids=["tied", "untied", "wrapped tied", "wrapped untied", "wrapped twice", "torchtitan tied"],
-)
-def test_names_that_begin_with_model_are_told_from_a_wrapper(
-    state_dict: dict[str, Any], names: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    assert [spec.name for spec in DcpSource(save(tmp_path, state_dict)).specs] == list(names)
-
-
-@pytest.mark.parametrize(
-    ("keys", "names"),
-    [
-        (["model.model.norm.weight", "model.lm_head.weight"], ["model.norm.weight", "lm_head.weight"]),
-        (["model.norm.weight", "lm_head.weight"], ["model.norm.weight", "lm_head.weight"]),
-        (["layers.0.weight", "norm.weight"], ["layers.0.weight", "norm.weight"]),
-        (["app.model.norm.weight", "app.optim.state.norm.weight.exp_avg"], ["norm.weight"]),
-        (["state.model.norm.weight", "state.optimizers.AdamW.state.x", "epoch"], ["norm.weight"]),
-        (["model.model.norm.weight", "optimizer.state.0.exp_avg", "lr_scheduler.last", "step"], ["model.norm.weight"]),
-        (["module.norm.weight"], ["norm.weight"]),
-        (["state_dict.norm.weight", "rng.cuda"], ["norm.weight"]),
-    ],
-    ids=["wrapped", "head", "flat", "app", "state", "optimizer", "ddp", "state dict"],
-)
-def test_without_a_record_of_nesting_the_names_tell(keys: list[str], names: list[str], tmp_path: Path) -> None:
-    put_together(tmp_path, dict.fromkeys(keys, FULL))
-    edit_metadata(tmp_path, lambda metadata: setattr(metadata, "planner_data", None))
-    source = DcpSource(tmp_path)
-    assert [spec.name for spec in source.specs] == names
-    assert len(source.skipped) == len(keys) - len(names)
-
-
-@pytest.mark.parametrize(
-    ("prefix", "names"),
-    [
-        ("actor.", ["w", "module.v"]),
-        ("actor", ["w", "module.v"]),
-        ("actor.module", ["v"]),
-        ("", ["actor.w", "actor.module.v", "critic.w"]),
-    ],
-    ids=repr,
-)
-def test_a_given_prefix_counts(prefix: str, names: list[str], tmp_path: Path) -> None:
-    save(tmp_path, {"actor": {"w": FULL, "module.v": FULL}, "critic": {"w": FULL}, "optim": {"w": {"exp_avg": FULL}}})
-    assert [spec.name for spec in DcpSource(tmp_path, prefix=prefix).specs] == names
-
-
-@pytest.mark.parametrize("prefix", ["modle.", "optim."])
-def test_a_prefix_without_tensors_is_refused(prefix: str, tmp_path: Path) -> None:
-    save(tmp_path, {"actor": {"w": FULL}, "critic": {"w": FULL}, "optim": {"w": {"exp_avg": FULL}}})
-    with pytest.raises(NotFoundError) as caught:
-        DcpSource(tmp_path, prefix=prefix)
-    assert str(caught.value) == (
-        f"no tensor of a model below {prefix!r} in {tmp_path}: found 'actor.', 'critic.'."
-        " Leave --prefix out, or give one of these."
-    )
 
 
 def save_with_accelerate(folder: Path) -> None:

@@ -1,24 +1,36 @@
 import logging
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from dcp_folders import edit_metadata, put_together, save
+from hf_folders import INDEX, write, write_shard
 from refused.dcp import Runs
+from safetensors.torch import load_file
 
+from fsdp_export.api import export_checkpoint
 from fsdp_export.errors import NotFoundError, SourceError, UnsafeInputError, UsageError
-from fsdp_export.sources.detect import find_checkpoint, open_source
+from fsdp_export.sources import dcp, dcp_metadata, survey
+from fsdp_export.sources.detect import open_source
 
+EXPECTED = "DCP, rank files or shards of safetensors there or up to 4 levels below"
 WAY_OUT = "Name the folder of a checkpoint, or make one to try with: fsdp-export --demo --out ckpt/."
 DEEPSPEED = "global_step5/zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 
 def make(root: Path, *folders: str) -> None:
-    """Put checkpoints into folders, each a second younger than the one before."""
+    """Put DCP checkpoints into folders, each a second younger than the one before."""
     for second, folder in enumerate(folders):
         put_together(root / folder, {"w": torch.zeros(2)})
         os.utime(root / folder / ".metadata", (second, second))
+
+
+def find_checkpoint(path: Path) -> Path | None:
+    return open_source(path).folder
 
 
 def touch(root: Path, *files: str) -> None:
@@ -159,36 +171,41 @@ def test_equally_good_checkpoints_are_listed(folders: list[str], listed: str, tm
         ([], "nothing"),
         (["notes.txt", "logs/out.txt"], "logs, notes.txt"),
         (
-            ["step_5/actor/model_world_size_2_rank_0.pt", "step_5/actor/model_world_size_2_rank_1.pt"],
-            "rank files of verl (step_5/actor/model_world_size_2_rank_0.pt), not read yet",
+            ["model/model-00001-of-00002.safetensors", "model/config.json"],
+            "model/model-00001-of-00002.safetensors (safetensors: name their folder)",
         ),
         (
-            ["model-00001-of-00002.safetensors", "config.json"],
-            "safetensors (model-00001-of-00002.safetensors), not read yet",
+            ["adapter_model.safetensors", "adapter_config.json"],
+            "adapter_model.safetensors (an adapter of PEFT, not read)",
         ),
-        (["a/pytorch_model_fsdp.bin"], "a full state dict of accelerate (a/pytorch_model_fsdp.bin), not read yet"),
-        (["pytorch_model_fsdp_0_rank1.bin"], "rank files of accelerate (pytorch_model_fsdp_0_rank1.bin), not read yet"),
-        (["ep1-ba5/ep1-ba5-rank0.pt"], "rank files (ep1-ba5/ep1-ba5-rank0.pt), not read yet"),
         (
-            [DEEPSPEED, "last.ckpt"],
-            f"a checkpoint of DeepSpeed ({DEEPSPEED}), not read yet, a file of torch.save (last.ckpt), not read yet",
+            ["huggingface/config.json", "huggingface/tokenizer.json"],
+            "huggingface",
+        ),
+        (
+            [DEEPSPEED, "run/last.ckpt"],
+            f"{DEEPSPEED} (a checkpoint of DeepSpeed, not read), run/last.ckpt (a file of torch.save: name it)",
         ),
     ],
-    ids=["empty", "others", "verl", "safetensors", "accelerate", "accelerate ranks", "composer", "deepspeed"],
+    ids=["empty", "others", "safetensors", "adapter", "verl without weights", "deepspeed"],
 )
 def test_what_is_there_instead_is_said(files: list[str], found: str, tmp_path: Path) -> None:
     touch(tmp_path, *files)
     with pytest.raises(NotFoundError) as caught:
         find_checkpoint(tmp_path)
-    assert str(caught.value) == (
-        f"no sharded checkpoint in {tmp_path}: expected .metadata and *.distcp files there or up to 4 levels below, "
-        f"found {found}. {WAY_OUT}"
-    )
+    assert str(caught.value) == (f"no sharded checkpoint in {tmp_path}: expected {EXPECTED}, found {found}. {WAY_OUT}")
 
 
 def test_a_checkpoint_five_levels_below_is_not_looked_for(tmp_path: Path) -> None:
     make(tmp_path, "a/b/c/d/e")
     with pytest.raises(NotFoundError, match="no sharded checkpoint"):
+        find_checkpoint(tmp_path)
+
+
+def test_it_says_when_there_are_too_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(survey, "_MAX_FOLDERS", 3)
+    touch(tmp_path, *(f"{number}/log.txt" for number in range(5)))
+    with pytest.raises(NotFoundError, match=r"found 0, 1, 2, 3, 4, in the folders that were looked into\. "):
         find_checkpoint(tmp_path)
 
 
@@ -201,11 +218,7 @@ def test_optimizers_alone_are_no_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
-    touch(tmp_path, "model.bin")
-    with pytest.raises(NotFoundError) as caught:
-        find_checkpoint(tmp_path / "model.bin")
-    assert str(caught.value) == f"{tmp_path / 'model.bin'} is a file, not a folder. {WAY_OUT}"
+def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         find_checkpoint(tmp_path / "nothing")
     assert str(caught.value) == f"{tmp_path / 'nothing'} does not exist. {WAY_OUT}"
@@ -214,7 +227,6 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 def test_a_part_of_a_checkpoint_that_is_named_gives_its_own_error(tmp_path: Path) -> None:
     make(tmp_path, ".")
     (tmp_path / ".metadata").unlink()
-    assert find_checkpoint(tmp_path) == tmp_path
     with pytest.raises(SourceError, match=r"no \.metadata in .* found data files of rank 0"):
         open_source(tmp_path)
 
@@ -225,3 +237,207 @@ def test_a_checkpoint_is_found_and_opened(tmp_path: Path) -> None:
     assert source.folder == tmp_path / "step-5"
     assert (source.ranks, source.rank, source.device) == ((0, 1), 1, torch.device("meta"))
     assert source.rows(source.specs[0], 1, 3).tolist() == [1, 2]
+
+
+def test_metadata_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(tmp_path, "step-1", "step-2", "step-3")
+    (tmp_path / "step-3" / "__0_0.distcp").unlink()
+    folders = []
+
+    def counted(folder: Path, names: Any) -> Any:
+        folders.append(folder.name)
+        return dcp_metadata.read_metadata(folder, names)
+
+    monkeypatch.setattr(dcp, "read_metadata", counted)
+    assert find_checkpoint(tmp_path) == tmp_path / "step-2"
+    assert folders == ["step-3", "step-2"]
+
+
+W = torch.arange(6.0).view(3, 2)
+
+
+def put_dcp(folder: Path) -> Path:
+    return put_together(folder, {"w": W}) / "__0_0.distcp"
+
+
+def put_metadata_per_rank(folder: Path) -> Path:
+    return put_together(folder, {"w": W}, only_rank=0) / "__0.metadata"
+
+
+def put_rank_files(folder: Path) -> Path:
+    return put_state_dict(folder, "model_world_size_1_rank_0.pt")
+
+
+def put_rank_files_of_accelerate(folder: Path) -> Path:
+    return put_state_dict(folder, "pytorch_model_fsdp_0_rank0.bin")
+
+
+def put_shards(folder: Path) -> Path:
+    for rank in range(2):
+        file = folder / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        write_shard(file, {"w": (W[2 * rank :][:2], [2 * rank, 0])})
+    return file
+
+
+def put_full_of_accelerate(folder: Path) -> Path:
+    return put_state_dict(folder, "pytorch_model_fsdp.bin")
+
+
+def put_hugging_face(folder: Path) -> Path:
+    return write(folder, {"model.safetensors": {"w": W}}) / "model.safetensors"
+
+
+def put_hugging_face_with_index(folder: Path) -> Path:
+    return (
+        write(folder, {f"model-0000{part}-of-00002.safetensors": {f"{part}": W} for part in (1, 2)}, index=True) / INDEX
+    )
+
+
+def put_state_dict(folder: Path, name: str = "consolidated.00.pth") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save({"w": W}, folder / name)
+    return folder / name
+
+
+SHARDED = {
+    "DCP checkpoint": put_dcp,
+    "DCP checkpoint of 1 rank": put_metadata_per_rank,
+    "verl rank files": put_rank_files,
+    "accelerate rank files": put_rank_files_of_accelerate,
+    "shards of torch's Hugging Face writer": put_shards,
+    "state dict pytorch_model_fsdp.bin": put_full_of_accelerate,
+}
+WHOLE = {
+    "Hugging Face folder": put_hugging_face,
+    "Hugging Face folder, 2 files": put_hugging_face_with_index,
+    "state dict consolidated.00.pth": put_state_dict,
+}
+
+
+@pytest.mark.parametrize(("kind", "put"), (SHARDED | WHOLE).items(), ids=[*SHARDED, *WHOLE])
+def test_every_layout_is_recognized_where_it_is_named(kind: str, put: Callable[[Path], Path], tmp_path: Path) -> None:
+    file = put(tmp_path / "ckpt")
+    for path in (tmp_path / "ckpt", file):
+        source = open_source(path, ranks=(0, 1), rank=1, device=torch.device("meta"))
+        expected = kind.replace("Hugging Face folder", "safetensors file") if path.name == "model.safetensors" else kind
+        assert source.description.startswith(expected)
+        assert source.folder == tmp_path / "ckpt"
+        assert (source.ranks, source.rank, source.device) == ((0, 1), 1, torch.device("meta"))
+        assert torch.equal(source.rows(source.specs[0], 0, 3), W)
+
+
+@pytest.mark.parametrize("put", [*SHARDED.values(), *WHOLE.values()], ids=[*SHARDED, *WHOLE])
+def test_every_layout_is_exported(put: Callable[[Path], Path], tmp_path: Path) -> None:
+    put(tmp_path / "run" / "ckpt")
+    report = export_checkpoint(tmp_path / "run" / "ckpt", tmp_path / "out")
+    exported = load_file(report.path / "model.safetensors")
+    assert exported
+    assert all(torch.equal(tensor, W) for tensor in exported.values())
+
+
+@pytest.mark.parametrize(("kind", "put"), SHARDED.items(), ids=list(SHARDED))
+def test_sharded_checkpoints_are_found_below_a_run_folder(
+    kind: str, put: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    for step in (9, 10, 8):
+        put(tmp_path / "run" / f"global_step_{step}" / "actor")
+    touch(tmp_path / "run" / "global_step_11" / "actor" / "huggingface", "config.json", "tokenizer.json")
+    source = open_source(tmp_path)
+    assert source.folder == tmp_path / "run" / "global_step_10" / "actor"
+    assert source.description.startswith(kind)
+
+
+@pytest.mark.parametrize("put", WHOLE.values(), ids=list(WHOLE))
+def test_whole_models_below_a_run_folder_do_not_count(put: Callable[[Path], Path], tmp_path: Path) -> None:
+    put(tmp_path / "base-model")
+    put(tmp_path / "step-9" / "exported")
+    with pytest.raises(NotFoundError, match="no sharded checkpoint in "):
+        open_source(tmp_path)
+    make(tmp_path, "step-5")
+    assert find_checkpoint(tmp_path) == tmp_path / "step-5"
+
+
+def test_a_hugging_face_folder_that_is_named_comes_before_what_is_below_it(tmp_path: Path) -> None:
+    put_hugging_face(tmp_path)
+    make(tmp_path, "checkpoint-5/pytorch_model_fsdp_0")
+    assert find_checkpoint(tmp_path) == tmp_path
+
+
+def test_an_export_of_ours_that_is_named_comes_after_what_is_below_it(tmp_path: Path) -> None:
+    put_hugging_face(tmp_path)
+    touch(tmp_path, "fsdp_export.json")
+    assert find_checkpoint(tmp_path) == tmp_path
+    make(tmp_path, "step-5")
+    assert find_checkpoint(tmp_path) == tmp_path / "step-5"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        ["scheduler.pt", "rng_state_0.pth", "optimizer.bin", "training_args.bin"],
+        ["adapter_model.safetensors", "adapter_config.json"],
+        ["custom.pt"],
+    ],
+    ids=["trainer", "peft", "a file of torch.save"],
+)
+def test_other_files_of_a_folder_do_not_hide_the_checkpoint_in_it(files: list[str], tmp_path: Path) -> None:
+    touch(tmp_path, *files)
+    make(tmp_path, "pytorch_model_fsdp_0")
+    assert find_checkpoint(tmp_path) == tmp_path / "pytorch_model_fsdp_0"
+
+
+def test_a_trainer_that_saved_its_model_twice_is_read_in_safetensors(tmp_path: Path) -> None:
+    for step in (5, 10):
+        put_hugging_face(tmp_path / f"checkpoint-{step}")
+        put_full_of_accelerate(tmp_path / f"checkpoint-{step}")
+    for path in (tmp_path, tmp_path / "checkpoint-10"):
+        source = open_source(path)
+        assert source.folder == tmp_path / "checkpoint-10"
+        assert source.description.startswith("Hugging Face folder")
+
+
+def test_of_an_automodel_run_the_latest_step_is_read_as_put_together(tmp_path: Path) -> None:
+    for step in (10, 20):
+        put_shards(tmp_path / f"epoch_0_step_{step}" / "model")
+        make(tmp_path, f"epoch_0_step_{step}/optim")
+    (tmp_path / "LATEST").symlink_to("epoch_0_step_20")
+    (tmp_path / "LOWEST_VAL").symlink_to("epoch_0_step_10")
+    assert find_checkpoint(tmp_path) == tmp_path / "epoch_0_step_20" / "model"
+    put_hugging_face(tmp_path / "epoch_0_step_20" / "model" / "consolidated")
+    assert find_checkpoint(tmp_path) == tmp_path / "epoch_0_step_20" / "model" / "consolidated"
+    (tmp_path / "LATEST").unlink()
+    (tmp_path / "LATEST.txt").write_text("epoch_0_step_10")
+    assert find_checkpoint(tmp_path) == tmp_path / "epoch_0_step_10" / "model"
+
+
+@pytest.mark.parametrize("weights", ["policy/weights", "policy/weights/model"])
+@pytest.mark.parametrize("wrapper", ["", "model"])
+def test_of_a_nemo_rl_run_the_newest_policy_is_read(weights: str, wrapper: str, tmp_path: Path) -> None:
+    model = {"model.embed.weight": W, "lm_head.weight": W}
+    for step in (5, 10):
+        save(tmp_path / f"step_{step}" / weights, {wrapper: model} if wrapper else model)
+        make(tmp_path, f"step_{step}/policy/optimizer/optim")
+        touch(tmp_path, f"step_{step}/policy/tokenizer/tokenizer.json", f"step_{step}/config.yaml")
+    source = open_source(tmp_path)
+    assert source.folder == tmp_path / "step_10" / weights
+    assert [spec.name for spec in source.specs] == list(model)
+
+
+def test_what_is_put_together_is_not_found_where_its_shards_are(tmp_path: Path) -> None:
+    put_hugging_face(tmp_path / "step-5")
+    put_shards(tmp_path / "step-5" / "sharded")
+    assert find_checkpoint(tmp_path) == tmp_path / "step-5" / "sharded"
+    shutil.rmtree(tmp_path / "step-5" / "sharded")
+    with pytest.raises(NotFoundError):
+        find_checkpoint(tmp_path)
+
+
+def test_incomplete_shards_are_skipped_for_an_older_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    put_rank_files(tmp_path / "step-8")
+    os.truncate(put_shards(tmp_path / "step-9"), 50)
+    put_dcp(tmp_path / "step-10").unlink()
+    assert find_checkpoint(tmp_path) == tmp_path / "step-8"
+    assert [message.split(" in ")[0] for message in caplog.messages] == [
+        "an incomplete checkpoint is skipped: missing __0_0.distcp (rank 0)",
+        "an incomplete checkpoint is skipped: a truncated safetensors file",
+    ]

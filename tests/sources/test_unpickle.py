@@ -1,5 +1,6 @@
 import os
 import pickle
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_export.errors import SourceError, UnsafeInputError
-from fsdp_export.sources.unpickle import Call, Kind, Record, unpickle
+from fsdp_export.sources.unpickle import Call, Kind, Record, Refusal, unpickle
 
 FILE = "/ckpt/.metadata"
 
@@ -50,6 +51,35 @@ def test_a_kind_becomes_a_record_of_its_state() -> None:
         assert one is other
         assert isinstance(one, Record)
         assert (one.kind, one.state) == ("chunk", {"offsets": (1, 2), "sizes": (3, 4)})
+
+
+def test_a_function_of_ours_makes_what_python_makes_of_a_tuple_with_names() -> None:
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    meta = TensorMeta(torch.Size([1, 2]), (2, 1), torch.float32)
+    names = {
+        "torch.distributed.tensor._dtensor_spec.TensorMeta": Call(lambda *values: values),
+        "torch.Size": Call(tuple),
+        "torch.float32": torch.float32,
+    }
+    for protocol in (2, 4, 5):
+        assert unpickle(pickle.dumps(meta, protocol), names, file=FILE) == ((1, 2), (2, 1), torch.float32)
+
+
+def test_attributes_of_a_dict_are_dropped() -> None:
+    numbers = OrderedDict(a=1, b=2)
+    vars(numbers)["_metadata"] = {"version": 2}  # as in the state dict of a module
+    for protocol in (2, 4, 5):
+        names = {"collections.OrderedDict": Call(dict)}
+        assert unpickle(pickle.dumps(numbers, protocol), names, file=FILE) == dict(numbers)
+
+
+def test_a_name_of_a_format_that_is_not_read_is_refused_with_the_reason() -> None:
+    names = {"pathlib.PurePosixPath": Refusal("paths", "Save texts")}
+    with pytest.raises(SourceError) as caught:
+        unpickle(b"\x80\x04cpathlib\nPurePosixPath\n.", names, file=FILE, name="w")
+    assert str(caught.value) == f"paths for 'w' in {FILE}. Save texts."
+    assert not isinstance(caught.value, UnsafeInputError)
 
 
 class Calls:

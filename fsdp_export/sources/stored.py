@@ -1,0 +1,199 @@
+"""Tensors that lie on disk in blocks: what every source that reads files with a table of contents is made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import lt
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..errors import SourceError
+from ..spec import Box, Sharding, TensorSpec
+from ..table import summary
+from .archive import ByteFiles, Place, Strided, read_rows
+
+if TYPE_CHECKING:  # it needs torch.distributed, which reading does not
+    from ..gather import Groups
+
+__all__ = ["Chunk", "Located", "StoredSource", "StoredTensor", "check_cover"]
+
+Located = tuple[ByteFiles, Strided]
+"""Where the elements of a chunk are, and the files that have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A block of a tensor, and where it lies.
+
+    Attributes:
+        box: The block.
+        place: Where it lies.
+        copy: Where the last rank that also saved it put its own; None where only one did.
+    """
+
+    box: Box
+    place: Place
+    copy: Place | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as it lies on disk.
+
+    Attributes:
+        key: Its name in the checkpoint.
+        shape: Its global shape.
+        dtype: Its dtype.
+        chunks: Its blocks that are not empty, in the order of the tensor, each once.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+class StoredSource:
+    """A source whose tensors lie on disk, so that every rank can read all of them. Reads nothing before it is asked.
+
+    Args:
+        folder: The folder that is read.
+        tensors: The tensors by the names under which they are exported.
+        locate: Finds the elements of a tensor's block in a place.
+        ranks: The global ranks that export together.
+        rank: This process's global rank.
+        device: Where tensors that are converted are put; default: the CPU.
+
+    Attributes:
+        skipped: Entries of the checkpoint that are not exported.
+    """
+
+    copies: tuple[TensorSpec, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: Mapping[str, StoredTensor],
+        locate: Callable[[StoredTensor, Box, Place], Located],
+        *,
+        ranks: tuple[int, ...],
+        rank: int,
+        device: torch.device | None,
+    ) -> None:
+        self.folder: Path | None = folder
+        self.ranks, self.rank = ranks, rank
+        self.device = device or torch.device("cpu")
+        self.groups: Groups = {}
+        self.description = ""
+        self._tensors, self._locate = tensors, locate
+        sharding = Sharding.replicated(ranks)
+        self.specs = tuple(TensorSpec(name, tensor.shape, tensor.dtype, sharding) for name, tensor in tensors.items())
+
+    def describe(self, *parts: str, prefix: str = "") -> str:
+        """Return one line: what was found, how much, below which prefix, and how much else there is."""
+        found = [*filter(None, parts), summary(self.specs)]
+        if prefix:
+            found.append(f"below {prefix.removesuffix('.')!r}")
+        if self.skipped:
+            found.append(f"{len(self.skipped):,} other {'entry' if len(self.skipped) == 1 else 'entries'} left out")
+        return ", ".join(found)
+
+    def refresh(self) -> None:
+        """Do nothing: what was saved does not change."""
+
+    def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
+        """Read rows of a tensor into new memory on the CPU; see `Source.rows`."""
+        tensor = self._tensors[spec.name]
+        result = torch.empty((stop - first, *tensor.shape[1:]) if tensor.shape else (), dtype=tensor.dtype)
+        for chunk in tensor.chunks:
+            begin, end = chunk.box.rows
+            low, high = max(first, begin), min(stop, end)
+            if low < high:
+                columns = tuple(map(slice, chunk.box.start[1:], chunk.box.stop[1:]))
+                target = result[(slice(low - first, high - first), *columns)] if tensor.shape else result
+                self._read(tensor, chunk, low - begin, target)
+        return result
+
+    def _read(self, tensor: StoredTensor, chunk: Chunk, first: int, target: torch.Tensor) -> None:
+        files, stored = self._locate(tensor, chunk.box, chunk.place)
+        read_rows(files, stored, first, target)
+        if chunk.copy is not None:
+            files, stored = self._locate(tensor, chunk.box, chunk.copy)
+            copy = torch.empty_like(target, memory_format=torch.contiguous_format)
+            read_rows(files, stored, first, copy)
+            if not torch.equal(_as_bytes(target), _as_bytes(copy)):
+                raise SourceError(
+                    "a tensor of which ranks saved different copies",
+                    name=tensor.key,
+                    file=files.folder,
+                    found=f"{chunk.place.file} and {chunk.copy.file}",
+                    fix="Save it as a DTensor if it is sharded, or leave it out with --exclude",
+                )
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def check_cover(tensor: StoredTensor, file: str | PathLike[str]) -> None:
+    """Refuse a tensor whose chunks leave holes or overlap.
+
+    Args:
+        tensor: The tensor.
+        file: What messages name.
+
+    Raises:
+        SourceError: They do.
+    """
+    overlap = _find_overlap(tensor.chunks)
+    if overlap:
+        found = " and ".join(f"{_slices(chunk.box)} in {chunk.place.file}" for chunk in overlap)
+        fix = "The files are of different saves; use another step"
+        raise SourceError("chunks that overlap", name=tensor.key, file=file, found=found, fix=fix)
+    boxes = [chunk.box for chunk in tensor.chunks]
+    if sum(math.prod(box.shape) for box in boxes) != math.prod(tensor.shape):
+        first, stop = _find_hole(boxes, tensor.shape)
+        found = f"no data for some of rows {first}:{stop} of {tensor.shape[0]}" if tensor.shape else "no data"
+        fix = "The checkpoint is incomplete; use another step"
+        raise SourceError("chunks that leave a hole", name=tensor.key, file=file, found=found, fix=fix)
+
+
+def _find_overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Return two chunks that overlap, sweeping along the dim that has the most boundaries."""
+    if len(chunks) < 2:  # noqa: PLR2004 - two
+        return None
+    if not chunks[0].box.start:
+        return chunks[0], chunks[1]
+    dim = max(range(len(chunks[0].box.start)), key=lambda dim: len({chunk.box.start[dim] for chunk in chunks}))
+    reached: list[Chunk] = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.box.start[dim]):
+        box = chunk.box
+        reached = [other for other in reached if other.box.stop[dim] > box.start[dim]]
+        for other in reached:
+            if all(map(lt, box.start, other.box.stop)) and all(map(lt, other.box.start, box.stop)):
+                return other, chunk
+        reached.append(chunk)
+    return None
+
+
+def _find_hole(boxes: Sequence[Box], shape: Sequence[int]) -> tuple[int, int]:
+    """Return the first rows that boxes without overlaps do not cover."""
+    if not shape:
+        return 0, 1
+    bounds = sorted({0, shape[0], *(row for box in boxes for row in box.rows)})
+    for first, stop in pairwise(bounds):
+        inside = [box for box in boxes if box.start[0] <= first and stop <= box.stop[0]]
+        if sum(math.prod(box.shape[1:]) for box in inside) < math.prod(shape[1:]):
+            return first, stop
+    raise AssertionError("no hole")
+
+
+def _slices(box: Box) -> str:
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in zip(box.start, box.stop, strict=True))}]"
