@@ -122,7 +122,7 @@ class Publication:
             try:
                 inner.clear()
                 _refuse_foreign_weights(folder, overwrite=overwrite)
-                _write(staging / _TOKEN, publication.token)
+                (staging / _TOKEN).write_text(publication.token)
             except BaseException:
                 publication.abort()
                 raise
@@ -156,7 +156,7 @@ class Publication:
             for name in self._inner.files() - new:
                 (self.staging / name).unlink()
             retired = _files_to_retire(self.folder, new)
-            _write(self.staging / _RETIRED, json.dumps(retired))
+            (self.staging / _RETIRED).write_text(json.dumps(retired))
             if self._fsync:
                 for name in sorted(new | {_RETIRED}):
                     _sync(self.staging / name)
@@ -431,11 +431,6 @@ def _make_folder(folder: Path, *, fsync: bool) -> None:
     if fsync:
         for path in missing:
             _sync(path.parent)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
 
 
 def _sync(path: Path) -> None:
