@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -21,6 +22,8 @@ from .ring import PinnedRing
 from .writeback import Writeback
 
 __all__ = ["FileSink", "single_file"]
+
+_log = logging.getLogger("fsdp_export")
 
 
 def single_file(plan: Plan) -> list[FileLayout]:
@@ -65,6 +68,7 @@ class FileSink(Sink):
         self._plan: Plan | None = None
         self._publication: Publication | None = None
         self._staging: Path | None = None
+        self._staging_descriptor = -1
         self._file_of: dict[str, FileLayout] = {}
         self._files: dict[str, int] = {}
         self._ring: PinnedRing | None = None
@@ -78,6 +82,8 @@ class FileSink(Sink):
         """
         layouts = self._lay_out_files(plan)
         self._publication = Publication.begin(self.folder, overwrite=self._overwrite, fsync=self.fsync)
+        if self._publication.recovered:
+            _log.warning("%s: %s", self.folder, self._publication.recovered)
         _check_free_space(self.folder, sum(layout.num_bytes for layout in layouts))
         for layout in layouts:
             path = self._publication.staging / layout.name
@@ -87,7 +93,7 @@ class FileSink(Sink):
                     file.truncate(layout.num_bytes)
             except OSError as error:
                 raise _write_error(error, path, len(layout.header)) from error
-        return json.dumps([str(self._publication.staging), self._publication.token])
+        return json.dumps([self._publication.staging.name, self._publication.token])
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Look for the hidden folder; see `Sink.open`.
@@ -95,9 +101,9 @@ class FileSink(Sink):
         Raises:
             SinkError: This rank does not see it.
         """
-        self._staging = self.folder / Path(json.loads(ticket)[0]).name
-        token = self._staging / "token"
-        if not token.is_file() or token.read_text() != json.loads(ticket)[1]:
+        name, token = json.loads(ticket)
+        self._staging = self.folder / name
+        if not self._sees(token):
             raise SinkError(
                 f"{socket.gethostname()} does not see the folder that rank {plan.ranks[0]} made",
                 file=self.folder,
@@ -150,12 +156,13 @@ class FileSink(Sink):
         assert self._publication is not None
         assert self._plan is not None
         staging = self._publication.staging
-        names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
-        sizes = {name: (staging / name).stat().st_size for name in names}
-        record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
-        with (staging / MARKER).open("x") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
+        try:
+            names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
+            sizes = {name: (staging / name).stat().st_size for name in names}
+            record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
+            (staging / MARKER).write_text(json.dumps(record, indent=2) + "\n")
+        except OSError as error:
+            raise _write_error(error, Path(error.filename or staging / MARKER), 0) from error
         self.removed = self._publication.publish([*names, MARKER])
         self.written = sizes
         self._publication = None
@@ -179,11 +186,28 @@ class FileSink(Sink):
             self._publication.abort()
             self._publication = None
 
+    def _sees(self, token: str) -> bool:
+        """Open the hidden folder, and tell whether it is the one with this token.
+
+        Files are opened relative to it: a rank that outlives the first one never writes into a later export's folder,
+        which has the same name.
+        """
+        assert self._staging is not None
+        try:
+            self._staging_descriptor = os.open(self._staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return (self._staging / "token").read_text() == token
+        except OSError:
+            return False
+
     def _open_file(self, name: str) -> tuple[Path, int]:
         assert self._staging is not None
         path = self._staging / name
         if name not in self._files:
-            self._files[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                flags = os.O_WRONLY | os.O_CLOEXEC
+                self._files[name] = os.open(name, flags, dir_fd=self._staging_descriptor)
+            except OSError as error:
+                raise _write_error(error, path, 0) from error
         return path, self._files[name]
 
     def _release(self) -> None:
@@ -194,6 +218,9 @@ class FileSink(Sink):
         for file in self._files.values():
             os.close(file)
         self._files.clear()
+        if self._staging_descriptor >= 0:
+            os.close(self._staging_descriptor)
+            self._staging_descriptor = -1
 
 
 def _write_all(file: int, path: Path, data: memoryview, offset: int) -> None:
