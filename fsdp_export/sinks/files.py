@@ -7,21 +7,27 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..errors import SinkError
 from ..layout import FileLayout, lay_out
 from ..plan import Piece, Plan
 from ..publish import MARKER, Publication
+from ..version import __version__
 from .base import Delivery, Sink
 from .ring import PinnedRing
 from .writeback import Writeback
 
-__all__ = ["FileSink", "single_file"]
+__all__ = ["FileSink", "single_file", "write_text"]
+
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or write elsewhere"),
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or choose a smaller max_shard_size",
+}
 
 _log = logging.getLogger("fsdp_export")
 
@@ -70,7 +76,7 @@ class FileSink(Sink):
         self._staging: Path | None = None
         self._staging_descriptor = -1
         self._file_of: dict[str, FileLayout] = {}
-        self._files: dict[str, int] = {}
+        self._files: dict[Path, int] = {}
         self._ring: PinnedRing | None = None
         self._writeback = Writeback(is_on=fsync)
 
@@ -87,12 +93,9 @@ class FileSink(Sink):
         _check_free_space(self.folder, sum(layout.num_bytes for layout in layouts))
         for layout in layouts:
             path = self._publication.staging / layout.name
-            try:
-                with path.open("xb") as file:
-                    file.write(layout.header)
-                    file.truncate(layout.num_bytes)
-            except OSError as error:
-                raise _write_error(error, path, len(layout.header)) from error
+            with _write_errors(path, layout.num_bytes), path.open("xb") as file:
+                file.write(layout.header)
+                file.truncate(layout.num_bytes)
         return json.dumps([self._publication.staging.name, self._publication.token])
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
@@ -124,10 +127,8 @@ class FileSink(Sink):
         if tensor.numel() == 0:
             return
         path, file = self._open_file(layout.name)
-        try:
+        with _write_errors(path):
             self._writeback.wrote(file, tensor.nbytes)
-        except OSError as error:
-            raise _write_error(error, path, 0) from error
 
         def write(data: memoryview, at: int) -> None:
             _write_all(file, path, data, at)
@@ -140,29 +141,31 @@ class FileSink(Sink):
         self._ring.write(tensor, offset, write)
 
     def close(self) -> None:
-        """Wait for the bytes of this rank; see `Sink.close`."""
+        """Wait for the bytes of this rank; see `Sink.close`.
+
+        Raises:
+            SinkError: A file cannot be written.
+        """
         if self._ring is not None:
             self._ring.wait()
-        assert self._staging is not None
-        for name, file in self._files.items():
-            try:
+        for path, file in self._files.items():
+            with _write_errors(path):
                 self._writeback.finish(file)
-            except OSError as error:
-                raise _write_error(error, self._staging / name, 0) from error
         self._release()
 
     def commit(self) -> None:
-        """Add the other files and publish; see `Sink.commit`."""
+        """Add the other files and publish; see `Sink.commit`.
+
+        Raises:
+            SinkError: A file that must be there cannot be written, or the folder not be changed.
+        """
         assert self._publication is not None
         assert self._plan is not None
         staging = self._publication.staging
-        try:
-            names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
-            sizes = {name: (staging / name).stat().st_size for name in names}
-            record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
-            (staging / MARKER).write_text(json.dumps(record, indent=2) + "\n")
-        except OSError as error:
-            raise _write_error(error, Path(error.filename or staging / MARKER), 0) from error
+        names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
+        sizes = {name: (staging / name).stat().st_size for name in names}
+        record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
+        write_text(staging / MARKER, json.dumps(record, indent=2) + "\n")
         self.removed = self._publication.publish([*names, MARKER])
         self.written = sizes
         self._publication = None
@@ -176,12 +179,16 @@ class FileSink(Sink):
 
         Returns:
             The names of the files, relative to `staging`.
+
+        Raises:
+            SinkError: One that must be there cannot be written.
         """
         return []
 
     def abort(self) -> None:
         """Remove the hidden folder; see `Sink.abort`."""
-        self._release()
+        with suppress(SinkError):
+            self._release()
         if self._publication is not None:
             self._publication.abort()
             self._publication = None
@@ -202,45 +209,62 @@ class FileSink(Sink):
     def _open_file(self, name: str) -> tuple[Path, int]:
         assert self._staging is not None
         path = self._staging / name
-        if name not in self._files:
-            try:
+        if path not in self._files:
+            with _write_errors(path):
                 flags = os.O_WRONLY | os.O_CLOEXEC
-                self._files[name] = os.open(name, flags, dir_fd=self._staging_descriptor)
-            except OSError as error:
-                raise _write_error(error, path, 0) from error
-        return path, self._files[name]
+                self._files[path] = os.open(name, flags, dir_fd=self._staging_descriptor)
+        return path, self._files[path]
 
     def _release(self) -> None:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
         self._writeback.close()
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
         if self._staging_descriptor >= 0:
             os.close(self._staging_descriptor)
             self._staging_descriptor = -1
+        with ExitStack() as stack:
+            while self._files:
+                path, file = self._files.popitem()
+                # Some network file systems tell only now what could not be written.
+                stack.enter_context(_write_errors(path))
+                stack.callback(os.close, file)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that the checkpoint cannot do without.
+
+    Args:
+        path: Where to, in the hidden folder.
+        text: Its content.
+
+    Raises:
+        SinkError: It cannot be written.
+    """
+    data = text.encode()
+    with _write_errors(path, len(data)), path.open("xb") as file:
+        file.write(data)
 
 
 def _write_all(file: int, path: Path, data: memoryview, offset: int) -> None:
     begin = 0
     while begin < len(data):
-        try:
+        with _write_errors(path, len(data) - begin):
             begin += os.pwrite(file, data[begin:], offset + begin)
-        except OSError as error:
-            raise _write_error(error, path, len(data) - begin) from error
 
 
-def _write_error(error: OSError, path: Path, num_bytes: int) -> SinkError:
-    what = f"write {num_bytes:,} bytes" if num_bytes else "bring it to the disk"
-    out_of_space = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-    return SinkError(
-        f"cannot {what} ({error.strerror})",
-        file=path.parent.parent / path.name,
-        fix=("Free some space, or write elsewhere" if out_of_space else "Write elsewhere")
-        + "; an earlier export there is intact",
-    )
+@contextmanager
+def _write_errors(path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of the file system into ours, which name the file that one of the hidden folder was to become."""
+    try:
+        yield
+    except OSError as error:
+        what = "bring it to the disk" if num_bytes is None else f"write {num_bytes:,} bytes"
+        raise SinkError(
+            f"cannot {what} ({error.strerror})",
+            file=path.parent.parent / path.name,
+            fix=f"{_WAYS_OUT.get(error.errno or 0, 'Write elsewhere')}; an earlier export there is intact",
+        ) from error
 
 
 def _check_free_space(folder: Path, num_bytes: int) -> None:

@@ -16,7 +16,7 @@ from ..layout import FileLayout, split_into_files
 from ..plan import Plan
 from ..sidecars.collect import Sidecars, fit_config, write
 from ..table import human_bytes, summary
-from .files import FileSink, single_file
+from .files import FileSink, single_file, write_text
 
 __all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
 
@@ -161,7 +161,7 @@ class HuggingFaceSink(FileSink):
         names = write(self._sidecars, staging, fsync=self.fsync)
         if len(self.layouts) > 1:
             text = json.dumps(_index(plan, self.layouts), indent=2, sort_keys=True) + "\n"
-            (staging / _INDEX).write_text(text)
+            write_text(staging / _INDEX, text)
             names.append(_INDEX)
         return names
 
