@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -101,11 +102,12 @@ class Exporter:
         Raises:
             ExportError: As `send`.
         """
-        with self._fence.operation("Exporter.tensors") as operation:
-            self._prepare(operation)
-            for piece in gathered_pieces(self.plan, self.source, operation, self.bucket_bytes):
+        with self._fence.operation("Exporter.tensors") as operation, closing(self.source) as source:
+            self._prepare(operation, gather_all=True)
+            for piece in gathered_pieces(self.plan, source, operation, self.bucket_bytes):
                 operation.check()
                 yield piece.info.name, piece.tensor
+                del piece
 
     def send(self, sink: Sink, *, delivered: Delivered = lambda _: None, gather_all: bool = False) -> None:
         """Deliver everything to a sink, all or nothing. Collective: every rank must call this.
@@ -118,17 +120,21 @@ class Exporter:
         Raises:
             ExportError: Something failed on some rank; the same error is raised on all.
         """
-        with self._fence.operation("Exporter.send") as operation:
-            self._prepare(operation)
-            run(
-                self.plan,
-                self.source,
-                sink,
-                operation,
-                bucket_bytes=self.bucket_bytes,
-                gather_all=gather_all,
-                delivered=delivered,
-            )
+        try:
+            with self._fence.operation("Exporter.send") as operation, closing(self.source) as source:
+                self._prepare(operation, gather_all=gather_all)
+                run(
+                    self.plan,
+                    source,
+                    sink,
+                    operation,
+                    bucket_bytes=self.bucket_bytes,
+                    gather_all=gather_all,
+                    delivered=delivered,
+                )
+        except BaseException:
+            sink.abort()
+            raise
 
     def save(
         self,
@@ -192,7 +198,7 @@ class Exporter:
             return find_aliases(named_tensors(self._model), self._model)
         return self._given_aliases or {}
 
-    def _prepare(self, operation: Operation) -> None:
+    def _prepare(self, operation: Operation, *, gather_all: bool) -> None:
         self.source.refresh()
-        agree_on_plan(self.plan, operation)
-        check_copies(self.source, operation)
+        agree_on_plan(self.plan, f"bucket_bytes={self.bucket_bytes} gather_all={gather_all}", operation)
+        check_copies(self.plan, self.source, operation)

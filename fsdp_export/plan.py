@@ -224,7 +224,7 @@ class Plan:
 def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tuple[int, int, int]]:
     """Lay windows end to end, cut the line into parts of equal bytes, and yield one of them.
 
-    A cut falls between rows. A window of a buffer stays whole, since the replicas of a buffer may differ.
+    A cut falls between rows. Buffers are not cut but all in the first part, since their replicas may differ.
 
     Yields:
         For each window that lies in the part: its index, and its first unit and the one after the last, counted from
@@ -234,10 +234,8 @@ def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tupl
     position = 0
     for index, window in enumerate(windows):
         begin, end = (_units_before(total * cut // parts - position, window) for cut in (part, part + 1))
-        if window.num_bytes == 0:
+        if window.num_bytes == 0 or any(spec.is_buffer for spec in window.step.inputs):
             begin, end = 0, window.num_units if part == 0 else 0
-        elif any(spec.is_buffer for spec in window.step.inputs):
-            begin, end = (window.num_units if cut > 0 else 0 for cut in (begin, end))
         if begin < end:
             yield index, begin, end
         position += window.num_bytes

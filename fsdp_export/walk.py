@@ -17,7 +17,7 @@ import torch
 
 from .fence import Operation
 from .gather import Block, Gather
-from .plan import Piece, Plan, Step, Window, share_out
+from .plan import Piece, Plan, Window, share_out
 from .sinks.base import Sink
 from .sources.base import Source
 
@@ -46,19 +46,24 @@ class _Bucket:
                 tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
         return self
 
-    def __iter__(self) -> Iterator[tuple[Window, list[torch.Tensor]]]:
-        tensors = iter(self.tensors)
-        for window in self.windows:
-            yield window, [next(tensors) for _ in window.step.inputs]
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the outputs of windows that hold whole steps."""
+        for window, inputs in self._items():
+            yield from window.step.convert(inputs, 0)
 
-    def part(self, part: int, parts: int) -> Iterator[tuple[Step, int, list[torch.Tensor]]]:
-        """Yield the units that one of several ranks delivers: step, first unit, and the rows of its inputs."""
-        items = list(self)
+    def part(self, part: int, parts: int) -> Iterator[Piece]:
+        """Yield what one of several ranks delivers."""
+        items = list(self._items())
         for index, begin, end in share_out(self.windows, part, parts):
             window, inputs = items[index]
             for row, (first, stop) in window.part(begin, end):
                 rows = slice(row, row + stop - first)
-                yield window.step, first, [tensor[rows] if tensor.dim() else tensor for tensor in inputs]
+                yield from window.step.convert([tensor[rows] if tensor.dim() else tensor for tensor in inputs], first)
+
+    def _items(self) -> Iterator[tuple[Window, list[torch.Tensor]]]:
+        tensors = iter(self.tensors)
+        for window in self.windows:
+            yield window, [next(tensors) for _ in window.step.inputs]
 
 
 def run(
@@ -71,7 +76,10 @@ def run(
     gather_all: bool = False,
     delivered: Delivered = lambda _: None,
 ) -> None:
-    """Deliver a plan to a sink, all or nothing. Collective: every rank of the plan must call this.
+    """Deliver a plan to a sink. Collective: every rank of the plan must call this.
+
+    After an error the sink must be aborted, but only when the ranks have left the operation: what one rank undoes
+    must not be what another one fails of.
 
     Args:
         plan: What to deliver.
@@ -83,19 +91,15 @@ def run(
         delivered: Progress.
     """
     is_lead = source.rank == plan.ranks[0]
-    try:
-        ticket = operation.agree(sink.begin(plan) if is_lead else "")[0]
-        sink.open(plan, source.rank, ticket)
-        operation.agree()
-        walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
-        sink.close()
-        operation.agree()
-        if is_lead:
-            sink.commit()
-        operation.agree()
-    except BaseException:
-        sink.abort()
-        raise
+    ticket = operation.agree(sink.begin(plan) if is_lead else "")[0]
+    sink.open(plan, source.rank, ticket)
+    operation.agree()
+    walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
+    sink.close()
+    operation.agree()
+    if is_lead:
+        sink.commit()
+    operation.agree()
 
 
 def walk(
@@ -108,7 +112,10 @@ def walk(
     gather_all: bool,
     delivered: Delivered,
 ) -> None:
-    """Hand every piece of a plan to an open sink."""
+    """Hand every piece of a plan to an open sink.
+
+    Loop variables are deleted, here and below: they would keep a bucket while the next is gathered.
+    """
 
     def deliver(piece: Piece) -> None:
         operation.check()
@@ -118,6 +125,7 @@ def walk(
     if sink.delivery == "everyone":
         for piece in gathered_pieces(plan, source, operation, bucket_bytes):
             deliver(piece)
+            del piece
         return
     if not gather_all:
         for piece in _held_pieces(plan, source):
@@ -125,9 +133,10 @@ def walk(
     steps = plan.steps if gather_all else plan.gathered_steps
     position = plan.ranks.index(source.rank)
     for bucket in _gathered(plan.windows(steps, bucket_bytes, whole=False), source, operation):
-        for step, first, inputs in bucket.part(position, len(plan.ranks)):
-            for piece in step.convert(inputs, first):
-                deliver(piece)
+        for piece in bucket.part(position, len(plan.ranks)):
+            deliver(piece)
+            del piece
+        del bucket
 
 
 def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_bytes: int) -> Iterator[Piece]:
@@ -137,8 +146,8 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
     buckets are held here.
     """
     for bucket in _gathered(plan.windows(plan.steps, bucket_bytes, whole=True), source, operation):
-        for window, inputs in bucket:
-            yield from window.step.convert(inputs, 0)
+        yield from bucket.pieces()
+        del bucket
 
 
 def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:

@@ -50,7 +50,8 @@ def declared_aliases(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
     """Tell which names of a checkpoint its config declares to be tied.
 
     The class that `architectures` names is built on the meta device, as transformers ties it: defaults of the config
-    class count, and no code from outside of transformers is run. Values are not looked at.
+    class count, and no code from outside of transformers is run. A config that was built in code names no class; the
+    generating one of its model type stands in. Values are not looked at.
 
     Args:
         config: A parsed `config.json`.
@@ -96,7 +97,7 @@ def _meta_twin(config: Mapping[str, Any]) -> nn.Module | None:
         import transformers
     except ImportError:
         return None
-    architectures = config.get("architectures") or [""]
+    architectures = config.get("architectures") or [_generating_class(config.get("model_type"))]
     model_class = getattr(transformers, str(architectures[0]).removeprefix("FSDP"), None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         return None
@@ -110,3 +111,15 @@ def _meta_twin(config: Mapping[str, Any]) -> nn.Module | None:
         _log.warning("%s cannot be built from its config, so no weight counts as tied: %s", model_class.__name__, error)
         return None
     return twin
+
+
+def _generating_class(model_type: object) -> str | None:
+    """Name the class that transformers generates with for a model type: the one that has the head that is tied."""
+    from transformers.models.auto import modeling_auto
+
+    # The causal one last: of a model with an encoder it is the decoder alone.
+    for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
+        names: Mapping[object, object] = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
+        if model_type in names:
+            return str(names[model_type])
+    return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -96,15 +97,15 @@ class FileSink(Sink):
             with _write_errors(path, layout.num_bytes), path.open("xb") as file:
                 file.write(layout.header)
                 file.truncate(layout.num_bytes)
-        return json.dumps([self._publication.staging.name, self._publication.token])
+        return json.dumps([self._publication.staging.name, self._publication.token, _digest(layouts)])
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Look for the hidden folder; see `Sink.open`.
 
         Raises:
-            SinkError: This rank does not see it.
+            SinkError: This rank does not see it, or would lay out its files differently.
         """
-        name, token = json.loads(ticket)
+        name, token, digest = json.loads(ticket)
         self._staging = self.folder / name
         if not self._sees(token):
             raise SinkError(
@@ -113,6 +114,12 @@ class FileSink(Sink):
                 fix="Write to a folder that all hosts share",
             )
         self._plan, self.layouts = plan, self._lay_out_files(plan)
+        if _digest(self.layouts) != digest:
+            raise SinkError(
+                "the ranks lay out the files differently",
+                file=self.folder,
+                fix="Give every rank the same format and max_shard_size",
+            )
         self._file_of = {name: layout for layout in self.layouts for name in layout.offsets}
 
     def write(self, piece: Piece) -> None:
@@ -244,6 +251,10 @@ def write_text(path: Path, text: str) -> None:
     data = text.encode()
     with _write_errors(path, len(data)), path.open("xb") as file:
         file.write(data)
+
+
+def _digest(layouts: Iterable[FileLayout]) -> str:
+    return hashlib.sha256(b"".join(layout.header for layout in layouts)).hexdigest()
 
 
 def _write_all(file: int, path: Path, data: memoryview, offset: int) -> None:
