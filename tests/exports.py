@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
 from fsdp_export import Exporter
-
-
-def on_ranks(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """Call a function on every rank, as `run_ranks` does.
-
-    The store is a file: connections to a TCP store look up names, which takes seconds where no name server answers.
-    """
-    return run_ranks(fn, world_size, *args, store="file")
 
 
 def expected_export(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch._dynamo  # noqa: F401  what `fully_shard` imports at its first use, here once for all ranks
 import torch.distributed as dist
 
 __all__ = ["RankFailedError", "StoreKind", "run_ranks"]
@@ -150,6 +151,8 @@ def _be_rank(
             world_size=rendezvous.world_size,
             timeout=timedelta(seconds=pg_timeout),
         )
+        # Or a rank that is done soon is gone before another one has connected to it.
+        dist.barrier()
         sender.send(_Outcome(fn(*args)))
     except BaseException:  # noqa: BLE001  whatever it is, it is the parent's to raise
         sender.send(_Outcome(None, traceback.format_exc(), time.monotonic()))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exports import on_ranks
+from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +59,7 @@ def test_different_plans_name_the_first_tensor(first, second, position, expected
         f"the ranks would export different tensors, first at position {position}: expected as on rank 0: {expected}, "
         f"found on rank 1: {found}. Build the same model, in the same order, on every rank."
     )
-    assert on_ranks(check, 2) == [message] * 2
+    assert run_ranks(check, 2) == [message] * 2
     assert not (tmp_path / "out").exists()
 
 
@@ -81,7 +81,7 @@ def test_different_options(options, message):
         with pytest.raises(DisagreementError, match=message):
             next(exporter.tensors())
 
-    on_ranks(check, 3)
+    run_ranks(check, 3)
 
 
 def test_forcing_the_gather_on_some_ranks_only(tmp_path):
@@ -92,7 +92,7 @@ def test_forcing_the_gather_on_some_ranks_only(tmp_path):
         ):
             exporter.save(tmp_path, gather_all=dist.get_rank() == 1)
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 class Experts(nn.Module):
@@ -134,7 +134,7 @@ def test_parameters_that_drifted_apart_are_refused(tmp_path):
         "parameters that nothing shards differ between ranks: experts, scale. "
         "Broadcast them from one rank first; experts that live on one rank each must be DTensors."
     )
-    assert on_ranks(check, 3) == [message] * 3
+    assert run_ranks(check, 3) == [message] * 3
     assert not (tmp_path / "out").exists()
 
 
@@ -155,7 +155,7 @@ def test_of_buffers_that_differ_all_come_whole_from_the_first_rank(gather_all, b
         names = "0.num_batches_tracked, 0.running_mean, 0.running_var, 1.num_batches_tracked, 1.running_mean and 1 more"
         assert f"buffers differ between ranks, that of the first rank is exported: {names}" in caplog.text
 
-    on_ranks(check, 3)
+    run_ranks(check, 3)
 
 
 def random_bytes(chance: random.Random, size: int) -> torch.Tensor:

@@ -121,7 +121,7 @@ def test_the_first_rank_killed_between_two_saves(folder):
         time.sleep(0.5)
         return outcome_of(lambda: save_checkpoint(model, folder))
 
-    kind, text = the_error(run_ranks(on_rank, NUM_RANKS, expect_death={0})[1:])
+    kind, text = the_error(run_ranks(on_rank, NUM_RANKS, store="tcp", expect_death={0})[1:])
     assert kind == "RankError"
     assert "the process that hosts it, rank 0 or the launcher, is gone" in text
 

@@ -6,8 +6,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from exports import assert_exports, assert_same, expected_export, on_ranks
+from exports import assert_exports, assert_same, expected_export
 from models import hf_model, shard, tiny
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,7 @@ def test_no_bucket_changes_what_a_loop_or_a_sink_gets(bucket_bytes):
             exporter.send(sink)
             assert_same({name: torch.as_tensor(value) for name, value in sink.tensors.items()}, expected_export(tiny()))
 
-    on_ranks(check, 4)
+    run_ranks(check, 4)
 
 
 def _placed(dim: int, _: nn.Parameter) -> Shard:
@@ -77,7 +78,7 @@ def test_floating_tensors_are_cast_and_nothing_else(dtype, target, tmp_path):
             assert_exports(model, expected, tmp_path, dtype=dtype)
 
     assert_exports(Mixed(), expected, tmp_path, dtype=dtype)
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "auto", "", torch.int32, torch.float64, torch.float8_e4m3fn])
@@ -103,7 +104,7 @@ def test_patterns_choose_names_and_count_hits(tmp_path):
         with pytest.raises(NotFoundError, match=r"no tensor is left of 14\. Give patterns"):
             Exporter(shard(tiny(), "1d", 2), exclude=["*"]).save(tmp_path / "none")
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
     assert not (tmp_path / "none").exists()
 
 
@@ -121,7 +122,7 @@ def test_a_second_walk_reads_new_values_and_plans_no_more():
         assert_same(dict(exporter.tensors()), expected_export(other))
         assert exporter.plan is plan
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("stopping", [0, 1])
@@ -139,7 +140,7 @@ def test_a_loop_that_stops_early_on_one_rank_is_an_error_on_the_others(stopping)
         assert_same(dict(exporter.tensors()), expected_export(tiny()))
         return message
 
-    messages = on_ranks(check, 3)
+    messages = run_ranks(check, 3)
     assert messages.pop(stopping) is None
     assert len(set(messages)) == 1
     assert messages[0].startswith(f"rank {stopping} (")
@@ -156,7 +157,7 @@ def test_a_loop_that_raises_on_one_rank():
                     raise KeyError("mine")
         assert_same(dict(exporter.tensors()), expected_export(tiny()))
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("calling", [0, 1])
@@ -171,7 +172,7 @@ def test_a_rank_that_calls_alone_is_told_so(calling, tmp_path):
         dist.barrier()
         return message
 
-    message = on_ranks(check, 2)[calling]
+    message = run_ranks(check, 2)[calling]
     other = f"rank {1 - calling}"
     assert message == f"Exporter.send must be called on every rank, but {other} did not call it within 0.5 s"
     assert not (tmp_path / "out").exists()
@@ -205,7 +206,7 @@ def test_a_sink_that_fails_at_any_piece_on_any_rank_fails_on_all(delivery):
             assert sink.aborted == 1
         assert_same(dict(exporter.tensors()), expected_export(tiny()))
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 def test_what_safetensors_cannot_store_fails_before_a_byte_is_written(tmp_path):
@@ -219,7 +220,7 @@ def test_what_safetensors_cannot_store_fails_before_a_byte_is_written(tmp_path):
             Exporter(model).save(tmp_path / "out")
         Exporter(model, exclude=["phase"]).save(tmp_path / "some", fsync=False)
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
     assert not (tmp_path / "out").exists()
     assert (tmp_path / "some" / "model.safetensors").is_file()
 
@@ -232,7 +233,7 @@ def test_ranks_that_would_lay_out_files_differently(tmp_path):
                 exporter.save(tmp_path / "out", max_shard_size=sizes[dist.get_rank()])
         assert_same(dict(exporter.tensors()), expected_export(hf_model("llama")))
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -244,7 +245,7 @@ def test_an_export_within_an_export_is_refused(tmp_path):
                 exporter.save(tmp_path / "out")
         assert_same(dict(exporter.tensors()), expected_export(tiny()))
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 def test_save_needs_a_module(tmp_path):

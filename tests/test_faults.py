@@ -47,7 +47,7 @@ WIDE = 150
 
 
 class Export(NamedTuple):
-    """A way to export six tensors: held, gathered (the matrices), all gathered, to all ranks, or in the caller's loop."""
+    """A way to export six tensors: held, gathered (the matrices), all gathered, to every rank, in the caller's loop."""
 
     name: str
     layout: str
@@ -139,14 +139,14 @@ def limit_file_size(num_bytes: int) -> None:
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 @pytest.mark.parametrize("layout", ["1d", "dim1"])
 def test_a_file_larger_than_a_rank_may_write(folder, layout, rank):
-    # The last byte of a file is that of the last row of a tensor in the middle of the plan.
     size = (folder / "model.safetensors").stat().st_size
 
     def inject(_: Exporter, sink: FileSink) -> None:
+        # Every rank has rows that lie further back.
         limit_file_size(size - 600)
         before_call(sink, "abort", lambda: limit_file_size(resource.RLIM_INFINITY))
 
-    kind, text = the_error(export_with_fault(folder, on(rank, inject), layout=layout))
+    kind, text = the_error(export_with_fault(folder, on(rank, inject), layout=layout, store="tcp"))
     message = rf"cannot write [\d,]+ bytes \(File too large\) in {folder}/model\.safetensors\. .* is intact\."
     assert kind == "SinkError"
     assert re.fullmatch(rf"rank {rank} \({HOST}\): {message}", text)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exports import on_ranks
+from ranks import run_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -113,7 +113,7 @@ def gather_random_buckets(seeds: range) -> None:
 @pytest.mark.parametrize("small_bytes", [0, 48, 4 << 20], ids=["each-alone", "mixed", "one-bucket"])
 def test_random_buckets(world_size, small_bytes, monkeypatch):
     monkeypatch.setattr(gather, "_SMALL_BYTES", small_bytes)
-    on_ranks(gather_random_buckets, world_size, range(12))
+    run_ranks(gather_random_buckets, world_size, range(12))
 
 
 def test_what_dtensor_distributes_comes_back_as_its_full_tensor():
@@ -137,15 +137,12 @@ def test_what_dtensor_distributes_comes_back_as_its_full_tensor():
                 bucket.launch()
                 assert torch.equal(bucket.outputs[0], dtensor.full_tensor()), (placements, shape)
 
-    on_ranks(check, 4)
+    run_ranks(check, 4)
 
 
 def test_replicas_send_nothing():
-    def check() -> None:
-        mesh = Mesh((0, 1), (2,))
-        local = torch.ones(3, 2)
-        bucket = Gather([Block(TensorSpec("w", (3, 2), torch.float32, Sharding(mesh)), ((0, 3),), local)], {}, 0)
-        bucket.launch()
-        assert bucket.outputs[0] is local
-
-    on_ranks(check, 2)
+    local = torch.ones(3, 2)
+    spec = TensorSpec("w", (3, 2), torch.float32, Sharding(Mesh((0, 1), (2,))))
+    bucket = Gather([Block(spec, ((0, 3),), local)], {}, 0)
+    bucket.launch()
+    assert bucket.outputs[0] is local

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from models import hf_model, shard
 from publish_faults import restore, tree
 from publish_readers import INDEX, OTHERS, digest, from_files, from_pretrained
-from ranks import run_ranks
+from ranks import StoreKind, run_ranks
 from transformers.utils import logging
 
 from fsdp_export import save_checkpoint
@@ -84,11 +84,11 @@ def save_versions(folder: Path, layout: str, version: int, progress: int, go: in
         tell("error", error)
 
 
-def launch(folder: Path, *args: Any) -> None:
+def launch(store: StoreKind, folder: Path, *args: Any) -> None:
     os.setsid()
     # What is killed cleans nothing up.
     tempfile.tempdir = str(folder.parent)
-    run_ranks(save_versions, 2, folder, *args, expect_death={0, 1})
+    run_ranks(save_versions, 2, folder, *args, store=store, expect_death={0, 1})
 
 
 class Job:
@@ -98,13 +98,13 @@ class Job:
         lines: What the ranks told: rank, word and the rest.
     """
 
-    def __init__(self, folder: Path, layout: str, version: int) -> None:
+    def __init__(self, folder: Path, layout: str, version: int, store: StoreKind) -> None:
         self.lines: list[list[str]] = []
         self._rest = b""
         self._output, progress = os.pipe()
         go, self._go = os.pipe()
         self._launcher = multiprocessing.get_context("fork").Process(
-            target=launch, args=(folder, layout, version, progress, go)
+            target=launch, args=(store, folder, layout, version, progress, go)
         )
         with warnings.catch_warnings():
             # As in `run_ranks`.
@@ -154,9 +154,9 @@ class Job:
 
 
 @contextmanager
-def job(folder: Path, layout: str, version: int) -> Iterator[Job]:
+def job(folder: Path, layout: str, version: int, store: StoreKind) -> Iterator[Job]:
     """Start a job that has saved a version, and leave nothing of it."""
-    running = Job(folder, layout, version)
+    running = Job(folder, layout, version, store)
     try:
         running.wait_for("done", version)
         yield running
@@ -166,7 +166,7 @@ def job(folder: Path, layout: str, version: int) -> Iterator[Job]:
 
 def seconds_of_a_save(folder: Path, version: int) -> tuple[float, int]:
     """Return how long a save takes, on average over both formats, and the version after the last."""
-    with job(folder, "dim1", version) as running:
+    with job(folder, "dim1", version, "tcp") as running:
         begin = time.monotonic()
         running.go_on()
         running.wait_for("done", version + 6)
@@ -223,7 +223,7 @@ def test_fifty_random_kills_leave_the_old_checkpoint_or_the_new_one(folder):
     outcomes: Counter[str] = Counter()
     for number, delay in enumerate(delays):
         victim, layout = (None, 0, 1)[number % 3], ("1d", "dim1")[number // 3 % 2]
-        with job(folder, layout, version) as running:
+        with job(folder, layout, version, "tcp" if number // 6 % 2 else "file") as running:
             # The save after a kill succeeds and is complete.
             check_holds(folder, version)
             running.go_on()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exports import on_ranks
 from models import hf_model, shard
+from ranks import run_ranks
 from transformers.utils import logging
 
 from fsdp_export import Exporter
@@ -67,7 +67,7 @@ def test_files_are_those_of_save_pretrained(world_size, layout, references, tmp_
                 assert (folder / "config.json").is_file()
         return wrong
 
-    assert on_ranks(check, world_size) == [[]] * world_size
+    assert run_ranks(check, world_size) == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -89,7 +89,7 @@ def test_no_bucket_limit_or_layout_changes_the_bytes(world_size, references, tmp
                 assert references.differing_files(tmp_path, "qwen2-tied", limit) == [], case
                 dist.barrier()
 
-    on_ranks(check, world_size)
+    run_ranks(check, world_size)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -105,4 +105,4 @@ def test_cast_files_are_those_of_the_cast_model(dtype, references, tmp_path):
                 assert references.differing_files(tmp_path, kind, size, dtype) == [], (kind, size, layout, gather_all)
                 dist.barrier()
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)

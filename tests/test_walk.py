@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exports import assert_same, expected_export, on_ranks
+from exports import assert_same, expected_export
 from models import shard, tiny
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -84,7 +85,7 @@ def test_every_row_goes_once_to_a_sink_of_files(layout, gather_all, bucket_bytes
         assert sum(delivered) == sink.num_bytes
         return sink.rows, sink.num_bytes
 
-    rows, sizes = zip(*on_ranks(check, 4), strict=True)
+    rows, sizes = zip(*run_ranks(check, 4), strict=True)
     assert sum(rows, Counter()) == all_rows()
     assert sum(sizes) == Exporter(tiny()).plan.num_bytes
 
@@ -95,7 +96,7 @@ def test_every_row_goes_to_every_rank_of_a_sink_of_engines():
         Exporter(shard(tiny(), "tp", 4), bucket_bytes=200).send(sink)
         return sink.rows
 
-    assert on_ranks(check, 4) == [all_rows()] * 4
+    assert run_ranks(check, 4) == [all_rows()] * 4
 
 
 def test_a_large_tensor_is_read_in_chunks(monkeypatch):
@@ -112,7 +113,7 @@ def test_the_calls_to_a_sink():
         return sink.calls
 
     expected = [["begin", "open 0 ticket", "close", "commit"], ["open 1 ticket", "close"]]
-    assert on_ranks(check, 2) == expected
+    assert run_ranks(check, 2) == expected
 
 
 @pytest.mark.parametrize("call", ["begin", "open", "write", "close", "commit"])
@@ -133,7 +134,7 @@ def test_a_failing_call_aborts_on_every_rank(call, rank):
         assert_same(dict(exporter.tensors()), expected_export(tiny()))
         return message, sink.calls
 
-    (message, calls), (other_message, other_calls) = on_ranks(check, 2)
+    (message, calls), (other_message, other_calls) = run_ranks(check, 2)
     assert message == other_message
     if rank == 1 and call in {"begin", "commit"}:
         assert message is None
@@ -169,7 +170,7 @@ def test_a_source_that_fails_at_any_read_on_any_rank_fails_on_all(delivery):
             dist.all_reduce(torch.ones(1))
         assert_same(dict(Exporter(model).tensors()), expected_export(tiny(tied=False)))
 
-    on_ranks(check, 3)
+    run_ranks(check, 3)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -237,7 +238,7 @@ def test_at_most_two_buckets_are_alive(dim, use, monkeypatch):
                 del tensor
         return counter.peak, most
 
-    for peak, most in on_ranks(check, 2):
+    for peak, most in run_ranks(check, 2):
         assert 2 * bucket_bytes <= peak <= 2 * bucket_bytes + 2 * scratch_bytes
         assert 1 <= most <= 10
 
@@ -247,7 +248,7 @@ def test_a_consumer_that_keeps_everything_gets_tensors_that_stay():
         kept = [tensor for _, tensor in Exporter(many_megabytes(50 * MIB), bucket_bytes=3 * MIB).tensors()]
         assert all(torch.equal(tensor, torch.full((512, 512), float(index))) for index, tensor in enumerate(kept))
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 def anonymous_bytes() -> int:
@@ -286,7 +287,7 @@ def test_a_save_takes_little_memory_for_a_large_model(gather_all, tmp_path):
         exporter.save(tmp_path / "out", gather_all=gather_all, fsync=False)
         return sampler.stop() - before
 
-    for extra in on_ranks(check, 2):
+    for extra in run_ranks(check, 2):
         assert extra < 5 * bucket_bytes
 
 

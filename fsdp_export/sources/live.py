@@ -200,6 +200,8 @@ class LiveSource:
             sharding = Sharding.replicated(self.ranks)
         spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, is_buffer)
         box = sharding.box(spec.shape, self.rank)
+        if spec.num_bytes == 0:  # of these FSDP2 keeps a shard of another shape
+            local = local.new_empty(box.shape)
         if box.shape != tuple(local.shape):
             raise SourceError(
                 "a local tensor of another shape", name=name, expected=box.shape, found=tuple(local.shape)

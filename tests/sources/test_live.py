@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from exports import assert_exports, assert_same, expected_export, on_ranks
+from exports import assert_exports, assert_same, expected_export
 from models import local, offloaded, put_local, shard, tiny
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -65,7 +66,7 @@ def test_a_state_of_training(state, world_size, tmp_path):
             assert ("after-step" in state) == any(not torch.equal(expected[name], before[name]) for name in expected)
         assert_exports(model, expected, tmp_path)
 
-    on_ranks(check, world_size)
+    run_ranks(check, world_size)
 
 
 def gathered_by_torch(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -87,7 +88,7 @@ def test_an_export_between_forward_and_backward_changes_no_gradient():
         assert_same(*gradients)
         assert len(gradients[0]) > 5
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -97,7 +98,7 @@ def test_under_no_grad_and_in_inference_mode(mode, tmp_path):
         with mode():
             assert_exports(model, expected_export(tiny()), tmp_path)
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 class Scaled(nn.Module):
@@ -118,7 +119,7 @@ def test_ignored_parameters_are_replicated(world_size, tmp_path):
         fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)), ignored_params={model.scale, model.router})
         assert_exports(model, expected, tmp_path)
 
-    on_ranks(check, world_size)
+    run_ranks(check, world_size)
 
 
 def test_a_plain_module_without_any_group(tmp_path):
@@ -127,7 +128,34 @@ def test_a_plain_module_without_any_group(tmp_path):
 
 
 def test_a_plain_module_within_a_group_is_a_replica(tmp_path):
-    on_ranks(lambda: assert_exports(tiny(), expected_export(tiny()), tmp_path), 3)
+    run_ranks(lambda: assert_exports(tiny(), expected_export(tiny()), tmp_path), 3)
+
+
+class Strided(nn.Module):
+    """Tensors that do not lie in memory as they will in a file, and tensors of no bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.arange(12.0).reshape(3, 4).t())
+        self.empty = nn.Parameter(torch.empty(0, 5))
+        self.hollow = nn.Parameter(torch.empty(3, 0))
+        self.sharded = nn.Linear(3, 3)
+        self.register_buffer("expanded", torch.tensor([[1.0], [2.0]]).expand(2, 3))
+        self.register_buffer("every_other", torch.arange(9)[1::2])
+        self.register_buffer("conjugated", torch.tensor([1 + 2j, 3 - 1j]).conj())
+        self.register_buffer("negative", torch.tensor([1 + 2j, 3 - 1j]).conj().imag)
+
+
+def test_tensors_that_do_not_lie_in_memory_as_in_a_file(tmp_path):
+    model = Strided()
+    expected = {name: value.resolve_conj().resolve_neg() for name, value in expected_export(model).items()}
+    assert_exports(model, expected, tmp_path)
+
+    def check() -> None:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params={model.transposed})
+        assert_exports(model, expected, tmp_path)
+
+    run_ranks(check, 2)
 
 
 @pytest.fixture
@@ -155,7 +183,7 @@ def test_an_export_leaves_the_module_where_and_as_it_is(layout, world_size, tmp_
         assert_exports(model, expected, tmp_path)
         assert places(model) == before
 
-    on_ranks(check, world_size)
+    run_ranks(check, world_size)
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("1d", 2), ("dim1", 2), ("hsdp", 4), ("tp", 4)])
@@ -175,7 +203,7 @@ def test_a_module_that_someone_left_half_moved(layout, world_size, tmp_path):
             model.state_dict()
         assert_exports(model, expected_export(tiny()), tmp_path)
 
-    on_ranks(check, world_size)
+    run_ranks(check, world_size)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True], ids=["drained", "stopped"])
@@ -197,4 +225,4 @@ def test_an_exporter_keeps_no_memory_of_the_module_alive(is_stopped, tmp_path):
         del model.weight, model.bias
         assert all(reference.expired() for reference in memory)
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from exports import assert_exports, assert_same, expected_export, on_ranks
+from exports import assert_exports, assert_same, expected_export
 from models import local, put_local, shard, tiny
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +25,8 @@ def test_a_mesh(layout, tmp_path):
     def check(tied: bool) -> None:
         assert_exports(shard(tiny(tied=tied), layout, 4), expected_export(tiny(tied=tied)), tmp_path)
 
-    on_ranks(check, 4, True)
-    on_ranks(check, 4, False)
+    run_ranks(check, 4, True)
+    run_ranks(check, 4, False)
 
 
 @pytest.mark.parametrize("device_mesh", [(2, 2), (3, 2)], ids=["2x2", "3x2"])
@@ -41,7 +42,7 @@ def test_fsdp_over_tensor_parallelism_with_uneven_rows(device_mesh, dim, tmp_pat
             fully_shard(model, mesh=mesh["dp"])
             assert_exports(model, {"w": weight}, tmp_path)
 
-    on_ranks(check, device_mesh[0] * device_mesh[1])
+    run_ranks(check, device_mesh[0] * device_mesh[1])
 
 
 def test_replicated_dtensors(tmp_path):
@@ -55,7 +56,7 @@ def test_replicated_dtensors(tmp_path):
         )
         assert_exports(model, {"all": torch.arange(6.0), "partly": torch.arange(7.0)}, tmp_path)
 
-    on_ranks(check, 4)
+    run_ranks(check, 4)
 
 
 def test_ranks_without_rows_see_no_ties():
@@ -68,7 +69,7 @@ def test_ranks_without_rows_see_no_ties():
         assert_same(dict(Exporter(model).tensors()), {**expected})
         assert find_aliases(named_tensors(model), model) == {}
 
-    on_ranks(check, 4)
+    run_ranks(check, 4)
 
 
 @pytest.mark.parametrize("world_size", [64, 1024])
@@ -78,7 +79,6 @@ def test_the_plan_of_a_large_world(world_size):
 
     def check() -> tuple[TensorSpec, ...]:
         rank = simulated[dist.get_rank()]
-        dist.barrier()
         dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
         mesh = init_device_mesh("cpu", (world_size // 8, 8), mesh_dim_names=("dp", "tp"))
@@ -91,7 +91,7 @@ def test_the_plan_of_a_large_world(world_size):
         assert held.shape == local(model["w"]).shape
         return source.specs
 
-    plans = [Plan(tuple(map(copy_step, specs)), tuple(range(world_size))) for specs in on_ranks(check, len(simulated))]
+    plans = [Plan(tuple(map(copy_step, specs)), tuple(range(world_size))) for specs in run_ranks(check, len(simulated))]
     assert {plan.digest for plan in plans} == {plans[0].digest}
     windows = [window for rank in range(world_size) for window in plans[0].local_windows(rank)]
     blocks = [block for window in windows if window.step is plans[0].steps[0] for block in window.blocks]
@@ -106,4 +106,4 @@ def test_half_of_a_parameter_is_no_shard_of_it():
         with pytest.raises(SourceError, match=r"a local tensor of another shape for 'weight': expected \(3, 3\)"):
             dict(Exporter(model).tensors())
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)

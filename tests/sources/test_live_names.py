@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from exports import assert_exports, expected_export, on_ranks
+from exports import assert_exports, expected_export
 from models import Block, Tiny, compiled, tiny
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,7 +65,7 @@ def test_wrappers_leave_the_names(wrapper, tmp_path):
                 fully_shard(module, mesh=mesh)
         assert_exports(fully_shard(model, mesh=mesh), expected, tmp_path)
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 class Owner(nn.Module):
@@ -85,7 +86,7 @@ def test_ddp_leaves_the_names_and_a_module_of_that_name_stays(tmp_path):
         for model in (owner, DistributedDataParallel(copy.deepcopy(owner)), compiled(DistributedDataParallel(owner))):
             assert_exports(model, expected, tmp_path)
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 def test_what_a_module_holds_beside_tensors_is_left_out(caplog):

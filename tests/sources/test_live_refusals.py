@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from exports import assert_same, expected_export, on_ranks
+from exports import assert_same, expected_export
 from models import compiled, shard, tiny
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -135,7 +136,7 @@ def test_refused_on_all_ranks(make, message, tmp_path):
             Exporter(make()).save(tmp_path / "out")
         return str(caught.value)
 
-    assert on_ranks(check, 4) == [message] * 4
+    assert run_ranks(check, 4) == [message] * 4
     assert not (tmp_path / "out").exists()
 
 
@@ -145,7 +146,7 @@ def test_a_mesh_without_some_of_the_ranks_is_refused_by_name():
             dict(Exporter(beside_a_smaller_mesh()).tensors())
         return str(caught.value)
 
-    for message in on_ranks(check, 4):
+    for message in run_ranks(check, 4):
         assert "a mesh that does not have all ranks of the export for 'left'" in message
         assert "expected ranks 0, 1, 2, 3, found ranks 0, 1" in message
 
@@ -160,7 +161,7 @@ def test_each_submesh_can_be_exported_by_itself(tmp_path):
         assert_same(dict(Exporter(model).tensors()), expected_export(tiny(tied=stage == 0)))
         Exporter(model).save(tmp_path / str(stage), fsync=False)
 
-    on_ranks(check, 4)
+    run_ranks(check, 4)
     assert all((Path(tmp_path) / stage / "model.safetensors").is_file() for stage in "01")
 
 
@@ -215,7 +216,7 @@ def test_a_module_that_was_sharded_since_it_was_planned():
         with pytest.raises(SourceError, match=r"that was planned: blocks\.0\.down\.bias, .* and 7 more changed"):
             dict(exporter.tensors())
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 def test_wrapping_since_is_no_change():

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from exports import assert_exports, assert_same, expected_export, on_ranks
+from exports import assert_exports, assert_same, expected_export
 from models import compiled, shard, tiny
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -75,7 +76,7 @@ def test_other_values_are_exported(form, layout, tmp_path):
         model = shard(tiny(), layout, 4)
         assert_exports(model, expected_export(average()), tmp_path, state_dict=form(model))
 
-    on_ranks(check, 4)
+    run_ranks(check, 4)
 
 
 def test_a_copied_module_is_a_state_dict_too(tmp_path):
@@ -83,7 +84,7 @@ def test_a_copied_module_is_a_state_dict_too(tmp_path):
         twin = shard(average(), "1d", 2)
         assert_exports(shard(tiny(), "1d", 2), expected_export(average()), tmp_path, state_dict=twin.state_dict())
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 def test_values_of_another_dtype_are_exported_in_it():
@@ -104,7 +105,7 @@ def test_names_of_ddp(tmp_path):
         for state_dict in (twin.state_dict(), twin.module.state_dict()):
             assert_exports(model, expected_export(average()), tmp_path, state_dict=state_dict)
 
-    on_ranks(check, 2)
+    run_ranks(check, 2)
 
 
 def test_values_are_read_at_every_use():
@@ -182,7 +183,7 @@ def test_what_is_no_value_is_refused_and_never_replaced_by_the_modules_own(spoil
             next(exporter.tensors())
         return str(caught.value)
 
-    found = on_ranks(check, 2)
+    found = run_ranks(check, 2)
     assert found[0] == found[1]
     assert re.sub(r"^rank 0 \(.*\): |( \(and 1 more rank failed\))$", "", found[0]) == message
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
