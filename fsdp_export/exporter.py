@@ -20,7 +20,7 @@ from .fence import Fence, Operation
 from .names import select
 from .plan import Plan, copy_step
 from .sidecars.collect import from_model, has_config
-from .sinks.base import Sink
+from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
 from .sources.live import LiveSource, find_ranks, named_tensors
@@ -103,7 +103,7 @@ class Exporter:
             ExportError: As `send`.
         """
         with self._fence.operation("Exporter.tensors") as operation, closing(self.source) as source:
-            self._prepare(operation, gather_all=True)
+            self._prepare(operation, "everyone", gather_all=True)
             for piece in gathered_pieces(self.plan, source, operation, self.bucket_bytes):
                 operation.check()
                 yield piece.info.name, piece.tensor
@@ -122,7 +122,7 @@ class Exporter:
         """
         try:
             with self._fence.operation("Exporter.send") as operation, closing(self.source) as source:
-                self._prepare(operation, gather_all=gather_all)
+                self._prepare(operation, sink.delivery, gather_all=gather_all)
                 run(
                     self.plan,
                     source,
@@ -198,7 +198,8 @@ class Exporter:
             return find_aliases(named_tensors(self._model), self._model)
         return self._given_aliases or {}
 
-    def _prepare(self, operation: Operation, *, gather_all: bool) -> None:
+    def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
         self.source.refresh()
-        agree_on_plan(self.plan, f"bucket_bytes={self.bucket_bytes} gather_all={gather_all}", operation)
+        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}"
+        agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)

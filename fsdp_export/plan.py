@@ -7,6 +7,7 @@ steps need the other ranks, and `windows` cuts those into buckets of bounded siz
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .names import check_unique
-from .spec import TensorInfo, TensorSpec
+from .spec import Sharding, TensorInfo, TensorSpec
 from .table import plan_table
 
 __all__ = ["Piece", "Plan", "Step", "Window", "copy_step", "share_out"]
@@ -190,14 +191,14 @@ class Plan:
         for position, step in enumerate(self.steps):
             if _is_local(step):
                 for rows, ranks in _row_holders(step):
-                    held.setdefault(ranks, []).append((position, Window(step, (rows,))))
+                    if rank in ranks:
+                        held.setdefault(ranks, []).append((position, Window(step, (rows,))))
         mine = []
         for ranks, items in held.items():
-            if rank in ranks:
-                windows = [window for _, window in items]
-                for index, begin, end in share_out(windows, ranks.index(rank), len(ranks)):
-                    position, window = items[index]
-                    mine.append((position, Window(window.step, tuple(rows for _, rows in window.part(begin, end)))))
+            windows = [window for _, window in items]
+            for index, begin, end in share_out(windows, ranks.index(rank), len(ranks)):
+                position, window = items[index]
+                mine.append((position, Window(window.step, tuple(rows for _, rows in window.part(begin, end)))))
         return [window for _, window in sorted(mine, key=lambda item: (item[0], item[1].blocks))]
 
     def windows(self, steps: Iterable[Step], max_bytes: int, *, whole: bool) -> list[list[Window]]:
@@ -247,14 +248,19 @@ def _units_before(cut: int, window: Window) -> int:
     return min(max(cut, 0) * num_units // window.num_bytes, num_units) if window.num_bytes else 0
 
 
-def _row_holders(step: Step) -> list[tuple[Rows, tuple[int, ...]]]:
+def _row_holders(step: Step) -> tuple[tuple[Rows, tuple[int, ...]], ...]:
     """Return ranges of rows, and the ranks that hold them in full width."""
-    spec = step.inputs[0]
-    return [
+    assert len(step.inputs) == 1, "a step with several inputs needs the ranks that hold the rows of all of them"
+    return _row_holders_of(step.inputs[0].sharding, step.inputs[0].shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_holders_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Rows, tuple[int, ...]], ...]:
+    return tuple(
         (box.rows, ranks)
-        for box, ranks in spec.sharding.holders(spec.shape)
-        if box.has_full_rows(spec.shape) and box.rows[0] < box.rows[1]
-    ]
+        for box, ranks in sharding.holders(shape)
+        if box.has_full_rows(shape) and box.rows[0] < box.rows[1]
+    )
 
 
 def _is_local(step: Step) -> bool:

@@ -7,6 +7,7 @@ waiting inside a collective. A slow consumer is waited for at the fence too, who
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class _Bucket:
         if self.event is not None:
             operation.wait(self.event.query)
             for tensor in self.tensors:
-                tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+                tensor.record_stream(_current_stream(tensor.device))
         return self
 
     def pieces(self) -> Iterator[Piece]:
@@ -157,7 +158,8 @@ def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:
     begin = ends[-1] * plan.ranks.index(source.rank) // len(plan.ranks) if ends else 0
     turn = next((index for index, end in enumerate(ends) if end > begin), 0)
     for window in windows[turn:] + windows[:turn]:
-        step, rows = window.step, max(CHUNK_BYTES // max(window.step.unit_bytes, 1), 1)
+        step = window.step
+        rows = max(CHUNK_BYTES // max(sum(spec.row_bytes for spec in step.inputs), 1), 1)
         for block_first, block_stop in window.blocks:
             for first in range(block_first, block_stop, rows):
                 inputs = [source.rows(spec, first, min(first + rows, block_stop)) for spec in step.inputs]
@@ -166,9 +168,14 @@ def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:
 
 def _gathered(buckets: list[list[Window]], source: Source, operation: Operation) -> Iterator[_Bucket]:
     """Yield buckets one after the other, with the next one already on its way."""
-    stream = torch.get_device_module(source.device).Stream(source.device) if source.device.type != "cpu" else None
+    stream = _side_stream(source.device) if source.device.type != "cpu" else None
     ahead: _Bucket | None = None
     for windows in buckets:
+        if stream is not None:
+            # What training or the consumer has queued comes first; a bucket it still reads is not free yet.
+            queued = _current_stream(source.device).record_event()
+            stream.wait_event(queued)
+            operation.wait(queued.query)
         with _on(stream):
             blocks = [block for window in windows for block in _blocks(window, source)]
             gather = Gather(blocks, source.groups, source.rank)
@@ -194,12 +201,23 @@ def _blocks(window: Window, source: Source) -> Iterator[Block]:
         local = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else source.rows(spec, span[0], span[0])
         local = _cast(local, window.step.read_dtype)
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
-        local = local.to(source.device, non_blocking=True, copy=spec.sharding.is_replicated)
+        is_async = source.device.type != "cpu"
+        local = local.to(source.device, non_blocking=is_async, copy=spec.sharding.is_replicated)
         yield Block(spec, window.blocks, local.contiguous())
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if dtype is None else tensor.to(dtype)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """Return the one stream of a device for gathers: the allocator keeps the memory of each stream apart."""
+    return torch.get_device_module(device).Stream(device)
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).current_stream(device)
 
 
 def _on(stream: Any) -> AbstractContextManager[object]:

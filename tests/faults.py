@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo  # noqa: F401  what `fully_shard` imports at its first use, here once for all ranks
 import torch.distributed as dist
 from exports import assert_same, expected_export
 from models import shard

@@ -111,10 +111,12 @@ def test_a_rank_killed_while_others_wait_in_a_gather(folder, number, victim):
     assert f"rank {victim}" in text
 
 
-def test_the_first_rank_killed_between_two_saves(folder):
+@pytest.mark.parametrize("num_saves", [0, 1])
+def test_the_first_rank_killed_between_two_saves(folder, num_saves):
     def on_rank() -> Outcome:
         model = shard(layered(), "1d", NUM_RANKS)
-        save_checkpoint(model, folder)
+        for _ in range(num_saves):
+            save_checkpoint(model, folder)
         dist.barrier()
         if dist.get_rank() == 0:
             die()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import resource
@@ -119,16 +120,21 @@ def test_a_sink_that_raises(folder, method, rank):
 
 
 def test_two_ranks_that_raise(folder):
+    both = multiprocessing.get_context("fork").Barrier(2)
+
     def inject(exporter: Exporter, sink: FileSink) -> None:
         if dist.get_rank():
-            before_call(exporter.source, "rows", fail)
+            before_call(exporter.source, "rows", lambda: (both.wait(), fail()))
 
     kind, text = the_error(export_with_fault(folder, inject))
     assert (kind, text) == ("RankError", f"ranks 1, 2 (host {HOST}): ValueError: out of luck")
 
 
 def test_all_ranks_that_raise(folder):
-    outcomes = export_with_fault(folder, lambda _, sink: before_call(sink, "close", refuse))
+    everyone = multiprocessing.get_context("fork").Barrier(NUM_RANKS)
+    outcomes = export_with_fault(
+        folder, lambda _, sink: before_call(sink, "close", lambda: (everyone.wait(), refuse()))
+    )
     assert the_error(outcomes) == ("SinkError", "the other end hung up")
 
 
@@ -263,7 +269,8 @@ def test_a_rank_that_is_interrupted_while_it_waits_for_another(folder, rank):
         if dist.get_rank() == (rank + 1) % NUM_RANKS:
             before_call(exporter.source, "rows", lambda: time.sleep(3))
         if dist.get_rank() == rank:
-            threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
+            before_call(exporter.source, "rows", timer.start)
 
     outcomes = export_with_fault(folder, inject)
     assert outcomes.pop(rank).kind == "KeyboardInterrupt"

@@ -98,7 +98,7 @@ class Board:
             ) from error
 
 
-# Kept as long as the store: to connect anew to one whose host died takes torch 300 s.
+# Kept as long as the store: to connect anew to one whose host died takes torch 300 s, what is connected knows at once.
 _connected: WeakKeyDictionary[Store, dict[str, tuple[Board, Board]]] = WeakKeyDictionary()
 
 
@@ -106,6 +106,7 @@ def _boards(store: Store, prefix: str) -> tuple[Board, Board]:
     """Return two boards for the same keys, with a connection each, so that no beat waits for the other thread."""
     boards = _connected.setdefault(store, {})
     if prefix not in boards:
+        Board(store).has_all([prefix])
         boards[prefix] = Board(connect(store, prefix)), Board(connect(store, prefix))
     return boards[prefix]
 
