@@ -62,13 +62,23 @@ def check_copies(plan: Plan, source: Source, operation: Operation) -> None:
     copies = [spec for spec in source.copies if spec in planned]
     if not copies:
         return
-    mine = [fingerprint(source.rows(spec, 0, spec.num_rows)) for spec in copies]
+    mine = []
+    for spec in copies:
+        operation.check()
+        mine.append(fingerprint(source.rows(spec, *spec.sharding.box(spec.shape, source.rank).rows)))
     everyones = [text.split() for text in operation.agree(" ".join(mine))]
-    differing = [spec for index, spec in enumerate(copies) if len({theirs[index] for theirs in everyones}) > 1]
+    differing = []
+    for index, spec in enumerate(copies):
+        blocks = {
+            (spec.sharding.box(spec.shape, rank), theirs[index])
+            for rank, theirs in zip(plan.ranks, everyones, strict=True)
+        }
+        if len(blocks) > len(spec.sharding.holders(spec.shape)):
+            differing.append(spec)
     parameters = [spec.name for spec in differing if not spec.is_buffer]
     if parameters:
         raise DisagreementError(
-            f"parameters that nothing shards differ between ranks: {listing(parameters)}",
+            f"parameters differ between ranks that have copies of them: {listing(parameters)}",
             fix="Broadcast them from one rank first; experts that live on one rank each must be DTensors",
         )
     if differing:

@@ -124,7 +124,8 @@ def test_two_ranks_that_raise(folder):
 
     def inject(exporter: Exporter, sink: FileSink) -> None:
         if dist.get_rank():
-            before_call(exporter.source, "rows", lambda: (both.wait(), fail()))
+            before_call(exporter.source, "rows", both.wait)
+            before_call(sink, "write", fail)
 
     kind, text = the_error(export_with_fault(folder, inject))
     assert (kind, text) == ("RankError", f"ranks 1, 2 (host {HOST}): ValueError: out of luck")
@@ -132,10 +133,12 @@ def test_two_ranks_that_raise(folder):
 
 def test_all_ranks_that_raise(folder):
     everyone = multiprocessing.get_context("fork").Barrier(NUM_RANKS)
-    outcomes = export_with_fault(
-        folder, lambda _, sink: before_call(sink, "close", lambda: (everyone.wait(), refuse()))
-    )
-    assert the_error(outcomes) == ("SinkError", "the other end hung up")
+
+    def inject(_: Exporter, sink: FileSink) -> None:
+        before_call(sink, "close", refuse)
+        before_call(sink, "close", everyone.wait)
+
+    assert the_error(export_with_fault(folder, inject)) == ("SinkError", "the other end hung up")
 
 
 def limit_file_size(num_bytes: int) -> None:

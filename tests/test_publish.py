@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     """Two versions, single and sharded; the old has sidecars that the new one lacks, and the other way round."""
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     sidecars = {1: SIDECARS[:2], 2: SIDECARS[1:]}
     made = {
         f"{age} {form}": make_checkpoint(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -54,7 +55,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
     """Return the global ranks that hold a module, ascending, and this process's rank. Local.
 
-    They are the ranks of its mesh, else of its DDP group, else of the default group.
+    They are the ranks of its largest mesh, else of its DDP group, else of the default group.
 
     Raises:
         SourceError: As `named_tensors`.
@@ -62,11 +63,16 @@ def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
     if not dist.is_initialized():
         return (0,), 0
     rank = dist.get_rank()
-    for tensor in named_tensors(model).values():
-        if isinstance(tensor, DTensor):
-            return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist())), rank
+    mesh = _largest_mesh(named_tensors(model).values())
+    if mesh is not None:
+        return tuple(sorted(mesh.mesh.flatten().tolist())), rank
     ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     return tuple(sorted(dist.get_process_group_ranks(ddp.process_group if ddp is not None else None))), rank
+
+
+def _largest_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:
+    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    return max(meshes, key=lambda mesh: mesh.mesh.numel(), default=None)
 
 
 def _ddp_modules(model: nn.Module) -> list[str]:
@@ -115,7 +121,8 @@ class LiveSource:
     ) -> None:
         self._model, self._values, self._aliases = model, state_dict, dict(aliases or {})
         self._is_warned = False
-        self._meshes: dict[DeviceMesh, Mesh] = {}
+        self._meshes: dict[DeviceMesh, tuple[Mesh, tuple[int, ...]]] = {}
+        self._device_mesh: DeviceMesh | None
         self._groups: dict[tuple[Mesh, int], dist.ProcessGroup] = {}
         self.groups: Groups = self._groups
         self.ranks, self.rank = find_ranks(model)
@@ -128,9 +135,9 @@ class LiveSource:
         ]
         if others:
             _log.warning("not tensors, and not exported: %s", listing(others))
-        device_mesh = next(iter(self._meshes), None)
+        device_mesh = self._device_mesh
         self.device = device or _device(device_mesh, entries)
-        where = f"sharded over {device_mesh.device_type} mesh {self._mesh_of(device_mesh)}" if device_mesh else "whole"
+        where = "whole" if device_mesh is None else f"on {device_mesh.device_type} mesh {self._on_mesh(device_mesh)[0]}"
         name = type(model).__name__.removeprefix("FSDP")
         self.description = f"live {name}, {len(self.specs):,} tensors, {where}"
 
@@ -161,6 +168,7 @@ class LiveSource:
 
     def _read(self) -> dict[str, _Entry]:
         own = named_tensors(self._model)
+        self._device_mesh = _largest_mesh(own.values())
         for alias, name in self._aliases.items():
             if own.pop(alias, None) is not own.get(name):
                 what = f"the module is not the one that was planned: {alias} is not tied to {name} any more"
@@ -194,10 +202,14 @@ class LiveSource:
             local = (value.to_local() if isinstance(value, DTensor) else value).detach()
         _check_readable(name, local)
         local = local.resolve_conj().resolve_neg()
+        sharding = Sharding.replicated(self.ranks)
+        is_copy = len(self.ranks) > 1
         if isinstance(value, DTensor):
-            sharding = Sharding.from_placements(self._mesh_of(value.device_mesh, name), value.placements, name)
-        else:
-            sharding = Sharding.replicated(self.ranks)
+            mesh, axes = self._on_mesh(value.device_mesh, name)
+            placements = dict(zip(axes, value.placements, strict=True))
+            everywhere = [placements.get(axis, Replicate()) for axis in range(len(mesh.shape))]
+            sharding = Sharding.from_placements(mesh, everywhere, name)
+            is_copy = len(axes) < len(mesh.shape)
         spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, is_buffer)
         box = sharding.box(spec.shape, self.rank)
         if spec.num_bytes == 0:  # of these FSDP2 keeps a shard of another shape
@@ -206,25 +218,39 @@ class LiveSource:
             raise SourceError(
                 "a local tensor of another shape", name=name, expected=box.shape, found=tuple(local.shape)
             )
-        return _Entry(spec, local, is_copy=len(self.ranks) > 1 and not isinstance(value, DTensor))
+        return _Entry(spec, local, is_copy)
 
-    def _mesh_of(self, device_mesh: DeviceMesh, name: str | None = None) -> Mesh:
-        mesh = self._meshes.get(device_mesh)
-        if mesh is None:
+    def _on_mesh(self, device_mesh: DeviceMesh, name: str | None = None) -> tuple[Mesh, tuple[int, ...]]:
+        """Return a mesh of all ranks, and which of its axes are those of a device mesh.
+
+        Under FSDP + TP, what TP leaves alone lies on the FSDP axis only, with a copy on every rank of the TP axis.
+        """
+        found = self._meshes.get(device_mesh)
+        if found is None:
             mesh = _ordered_mesh(device_mesh, name)
-            if set(mesh.ranks) != set(self.ranks):
-                raise SourceError(
-                    "a mesh that does not have all ranks of the export",
-                    name=name,
-                    expected=f"ranks {listing(self.ranks)}",
-                    found=f"ranks {listing(mesh.ranks)}",
-                    fix="Export modules with different meshes (pipeline stages, say) one by one",
-                )
-            self._meshes[device_mesh] = mesh
-            for axis, size in enumerate(mesh.shape):
-                if size > 1:
-                    self._groups[mesh, axis] = device_mesh.get_group(axis)
-        return mesh
+            if set(mesh.ranks) == set(self.ranks):
+                found = mesh, tuple(range(len(mesh.shape)))
+                for axis, size in enumerate(mesh.shape):
+                    if size > 1:
+                        self._groups[mesh, axis] = device_mesh.get_group(axis)
+            else:
+                found = self._within_largest(mesh, name)
+            self._meshes[device_mesh] = found
+        return found
+
+    def _within_largest(self, mesh: Mesh, name: str | None) -> tuple[Mesh, tuple[int, ...]]:
+        if self._device_mesh is not None and self.rank in mesh.ranks:
+            whole, _ = self._on_mesh(self._device_mesh, name)
+            for axes in combinations(range(len(whole.shape)), len(mesh.shape)):
+                if whole.along(axes, self.rank) == mesh:
+                    return whole, axes
+        raise SourceError(
+            "a mesh that does not have all ranks of the export",
+            name=name,
+            expected=f"ranks {listing(self.ranks)}",
+            found=f"ranks {listing(mesh.ranks)}",
+            fix="Export modules with different meshes (pipeline stages, say) one by one",
+        )
 
 
 def _ordered_mesh(device_mesh: DeviceMesh, name: str | None) -> Mesh:

@@ -329,7 +329,7 @@ def test_a_given_prefix_counts(prefix: str, names: list[str], tmp_path: Path) ->
     assert [spec.name for spec in DcpSource(tmp_path, prefix=prefix).specs] == names
 
 
-@pytest.mark.parametrize("prefix", ["modle.", "optim."])
+@pytest.mark.parametrize("prefix", ["mode.", "optim."])
 def test_a_prefix_without_tensors_is_refused(prefix: str, tmp_path: Path) -> None:
     save(tmp_path, {"actor": {"w": FULL}, "critic": {"w": FULL}, "optim": {"w": {"exp_avg": FULL}}})
     with pytest.raises(NotFoundError) as caught:

@@ -7,14 +7,14 @@ from exports import assert_exports, assert_same, expected_export
 from models import local, put_local, shard, tiny
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_export import Exporter
 from fsdp_export.conversion.aliases import find_aliases
-from fsdp_export.errors import SourceError
+from fsdp_export.errors import DisagreementError, SourceError
 from fsdp_export.plan import Plan, copy_step
 from fsdp_export.sources.live import LiveSource, named_tensors
 from fsdp_export.spec import TensorSpec
@@ -43,6 +43,44 @@ def test_fsdp_over_tensor_parallelism_with_uneven_rows(device_mesh, dim, tmp_pat
             assert_exports(model, {"w": weight}, tmp_path)
 
     run_ranks(check, device_mesh[0] * device_mesh[1])
+
+
+class Partly(nn.Module):
+    """As torch's tutorials do it: TP shards the linear layer and leaves the norm alone, FSDP shards both."""
+
+    def __init__(self, mesh: DeviceMesh | None = None, *, drifted: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(10, 6, generator=generator)
+        self.norm = nn.RMSNorm(7)
+        self.linear = nn.Linear(6, 10, bias=False)
+        with torch.no_grad():
+            self.norm.weight.copy_(torch.randn(7, generator=generator))
+            if drifted and mesh is not None:
+                self.norm.weight.add_(mesh["tp"].get_local_rank())
+        self.linear.weight = nn.Parameter(weight)
+        if mesh is not None:
+            self.linear.weight = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(0)]))
+            fully_shard(self, mesh=mesh["dp"])
+
+
+def test_what_tensor_parallelism_leaves_alone(tmp_path):
+    def check() -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        assert_exports(Partly(mesh), expected_export(Partly()), tmp_path)
+
+    run_ranks(check, 4)
+
+
+def test_copies_along_an_axis_that_drifted_apart_are_refused():
+    def check() -> str:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        with pytest.raises(DisagreementError) as caught:
+            dict(Exporter(Partly(mesh, drifted=True)).tensors())
+        return str(caught.value)
+
+    for message in run_ranks(check, 4):
+        assert message.startswith("parameters differ between ranks that have copies of them: norm.weight.")
 
 
 def test_replicated_dtensors(tmp_path):
