@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_export import Exporter, agreement
+from fsdp_export import Exporter, MemorySink, agreement
 from fsdp_export.agreement import fingerprint
 from fsdp_export.errors import DisagreementError
 from fsdp_export.sinks.files import FileSink
@@ -69,7 +69,7 @@ def test_different_plans_name_the_first_tensor(first, second, position, expected
     [
         (
             {"bucket_bytes": 100},
-            "expected as on rank 0: .* bucket_bytes=33554432 .* found on rank 2: .* bucket_bytes=100 ",
+            "on rank 0: .* bucket_bytes=33554432 .* on rank 2: .* bucket_bytes=100 ",
         ),
         (
             {"dtype": "bf16"},
