@@ -229,7 +229,7 @@ def _usable(device: torch.device | str | None) -> torch.device | None:
         return None
     try:
         torch.empty(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:  # torch was built without it, or there is none
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:  # torch lacks it, or there is none
         raise UsageError(
             "a device that cannot be used here", found=device, fix="Leave it out to use the CPU"
         ) from error

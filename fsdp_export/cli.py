@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -31,7 +32,7 @@ __all__ = ["main"]
 _DTYPES = ("auto", "keep", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32")
 _INTERRUPTED = 130
 _SILENT_SECONDS = 1.0
-_SIZE = re.compile(r"(?=.*[1-9])\d+(\.\d+)?\s*[KMGT]B|0*[1-9]\d*", re.IGNORECASE)
+_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*[KMGT]B|0*[1-9]\d{0,18}", re.IGNORECASE)
 _EPILOG = """\b
 Examples:
   fsdp-export run/step-500 --out ckpt/ --base-model Qwen/Qwen2.5-7B
@@ -113,6 +114,9 @@ def main(**options: Any) -> None:
     SOURCE is a sharded checkpoint, or a folder above it, whose newest complete step is taken. Default: this folder.
     The old content of DIR stays until the new one is complete.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     is_speaker = speaks(os.environ)
     _quiet_libraries(silent=options["quiet"] or not is_speaker)
     with _exit_codes(lambda: is_speaker), _logged(enabled=is_speaker):
@@ -227,8 +231,10 @@ def _speaker(options: Mapping[str, Any], *, is_lead: bool) -> Callable[[str], No
     """Return what prints lines for people: on stdout, or on stderr where stdout belongs to JSON."""
 
     def say(line: str) -> None:
-        if is_lead and not options["quiet"]:
-            click.echo(line, err=options["as_json"])
+        # Whoever read these lines may be gone; the export goes on.
+        with suppress(OSError):
+            if is_lead and not options["quiet"]:
+                click.echo(line, err=options["as_json"])
 
     return say
 

@@ -52,7 +52,7 @@ class Exporter:
         timeout: Seconds to wait for a rank that does not call.
 
     Raises:
-        UsageError: `dtype` is none.
+        UsageError: `dtype` is none, `model` no module, or `bucket_bytes` not positive.
     """
 
     def __init__(
@@ -69,9 +69,13 @@ class Exporter:
         bucket_bytes: int | None = None,
         timeout: float = 600.0,
     ) -> None:
+        if not isinstance(model, nn.Module) and not hasattr(model, "specs"):
+            raise UsageError("nothing to export", expected="a torch.nn.Module", found=type(model).__name__)
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise UsageError("a bucket of no size", expected="a positive number of bytes", found=bucket_bytes)
         self._model, self._state_dict = model, state_dict
         self._dtype = DtypePolicy.parse(dtype)
-        self._include, self._exclude = include, exclude
+        self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
         self._given_aliases, self._untied = aliases, tuple(untied)
         self._device = torch.device(device) if device is not None else None
         self._bucket_bytes = bucket_bytes
@@ -96,8 +100,9 @@ class Exporter:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in plan order, on the device.
 
-        Collective: every rank must drain this; one that stops early ends it with an error on all. The tensors belong
-        to the consumer. Peak device memory: two buckets and what the consumer keeps.
+        Collective: every rank must drain this, and ranks with several exporters must use them in the same order. A
+        rank that leaves early ends it: the others raise. The tensors belong to the consumer. Peak device memory: two
+        buckets and what the consumer keeps.
 
         Raises:
             ExportError: As `send`.

@@ -272,7 +272,7 @@ def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
     spec = step.inputs[0]
     blocks = sorted({box.rows for box, _ in spec.sharding.holders(spec.shape) if box.rows[0] < box.rows[1]})
     longest = max((stop - first for first, stop in blocks), default=0)
-    rows = max(max_bytes // max(step.unit_bytes * len(blocks), 1), 1)
+    rows = max(max_bytes // (step.unit_bytes * len(blocks)), 1) if step.unit_bytes and blocks else max(longest, 1)
     for begin in range(0, longest, rows):
         parts = ((first + begin, min(first + begin + rows, stop)) for first, stop in blocks)
         yield Window(step, tuple(part for part in parts if part[0] < part[1]))

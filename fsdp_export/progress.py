@@ -35,7 +35,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         """Show the bar, if there is a terminal to show it on."""
-        if not self._quiet and sys.stderr.isatty():
+        if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
             self._bar = tqdm(desc="writing", total=self._total, unit="B", unit_scale=True, file=sys.stderr, leave=False)

@@ -153,7 +153,7 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
 
 def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:
     """Yield what this rank delivers from the rows it holds. Each rank begins elsewhere, so mostly in another file."""
-    windows = plan.local_windows(source.rank)
+    windows = [window for window in plan.local_windows(source.rank) if window.num_bytes]
     ends = list(accumulate(window.num_bytes for window in windows))
     begin = ends[-1] * plan.ranks.index(source.rank) // len(plan.ranks) if ends else 0
     turn = next((index for index, end in enumerate(ends) if end > begin), 0)

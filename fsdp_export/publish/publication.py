@@ -235,7 +235,7 @@ def _recorded_in(folder: Path) -> set[str]:
     try:
         names = json.loads((folder / MARKER).read_bytes())["files"]
         return {name for name in names if _is_name(name)}
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
         return set()
 
 
@@ -284,7 +284,7 @@ def _remove(folder: Path, name: str) -> None:
 def _read_retired(path: Path) -> list[str]:
     try:
         return [name for name in json.loads(path.read_bytes()) if _is_name(name)]
-    except (FileNotFoundError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, RecursionError) as error:
         raise SinkError(
             f"{path.parent.name}/{path.name} of an interrupted export is damaged",
             file=path.parent.parent,

@@ -293,7 +293,7 @@ def _add_first(sidecars: Sidecars, places: Sequence[Path], find_files: Callable[
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes().decode())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SourceError("a config that cannot be read", file=path, expected="JSON", found=reason) from error
     if not isinstance(config, dict):

@@ -54,8 +54,9 @@ class Sink:
     def write(self, piece: Piece) -> None:
         """Take a piece. Called on every rank that has one.
 
-        The tensor must not be changed, and must be copied if it is needed after this returns, unless it was read on
-        a device stream: such reads are waited for before the memory is used again.
+        With delivery `"everyone"` the tensor is yours to keep; call `record_stream` on it if you read it on another
+        stream than the current one. With `"once"` it may be the module's own memory: do not change it, and copy it if
+        it is needed after this returns.
         """
         raise NotImplementedError
 
@@ -66,7 +67,7 @@ class Sink:
         """Make the update current. Called on the first rank only, once every rank has closed."""
 
     def abort(self) -> None:
-        """Undo as far as possible. Called on every rank, in any state; must not raise."""
+        """Undo as far as possible. Called on every rank, in any state, also after `commit`; must not raise."""
 
 
 class MemorySink(Sink):

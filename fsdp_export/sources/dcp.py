@@ -87,7 +87,7 @@ class DcpSource:
         """Do nothing: what was saved does not change."""
 
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
-        """Read rows of a tensor into new memory on the CPU; see `Source.rows`."""
+        """Read rows of a tensor into new memory on the source's device; see `Source.rows`."""
         tensor = self._tensors[spec.name]
         result = torch.empty((stop - first, *tensor.shape[1:]) if tensor.shape else (), dtype=tensor.dtype)
         for chunk in tensor.chunks:
@@ -98,7 +98,7 @@ class DcpSource:
                 columns = tuple(map(slice, chunk.box.start[1:], chunk.box.stop[1:]))
                 target = result[(slice(low - first, high - first), *columns)] if tensor.shape else result
                 read_rows(self._files, stored, low - begin, target)
-        return result
+        return result.to(self.device)
 
     def close(self) -> None:
         """Close the data files. They open again when they are read again."""
