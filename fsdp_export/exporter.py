@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .agreement import agree_on_plan, check_copies
-from .conversion.aliases import find_aliases
+from .conversion.aliases import find_aliases, unsaved_names
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
@@ -92,7 +92,9 @@ class Exporter:
     @cached_property
     def plan(self) -> Plan:
         """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered."""
-        specs = {spec.name: spec for spec in self.source.specs if spec.name not in self._aliases}
+        unsaved = unsaved_names(self._model) if isinstance(self._model, nn.Module) else set()
+        left_out = unsaved | self._aliases.keys()
+        specs = {spec.name: spec for spec in self.source.specs if spec.name not in left_out}
         names, self.pattern_hits = select(list(specs), self._include, self._exclude)
         steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
         return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied)

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import torch
 
+from .errors import PlanError
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .names import check_unique
 from .spec import Sharding, TensorInfo, TensorSpec
@@ -38,11 +39,6 @@ class Piece:
     info: TensorInfo
     first_row: int
     tensor: torch.Tensor
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the piece is the full tensor."""
-        return tuple(self.tensor.shape) == self.info.shape
 
 
 Convert = Callable[[Sequence[torch.Tensor], int], Iterable[Piece]]
@@ -159,7 +155,11 @@ class Plan:
         return sum(output.num_bytes for output in self.outputs)
 
     def __str__(self) -> str:
-        return plan_table(self.outputs, split_into_files(self.outputs, DEFAULT_SHARD_SIZE))
+        try:
+            files = split_into_files(self.outputs, DEFAULT_SHARD_SIZE)
+        except PlanError:  # a dtype that no file can hold may still be sent
+            files = []
+        return plan_table(self.outputs, files)
 
     @cached_property
     def lines(self) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from models import hf_model, shard
 from ranks import run_ranks
 from transformers.utils import logging
@@ -106,3 +107,16 @@ def test_cast_files_are_those_of_the_cast_model(dtype, references, tmp_path):
                 dist.barrier()
 
     run_ranks(check, 2)
+
+
+def test_tables_that_a_class_computes_anew_are_left_out(tmp_path):
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 8}
+    config = transformers.MarianConfig(vocab_size=33, pad_token_id=0, decoder_start_token_id=0, **sizes, **heads)
+    model = transformers.MarianMTModel(config)
+    logging.disable_progress_bar()
+    model.save_pretrained(tmp_path / "theirs")
+    Exporter(model).save(tmp_path / "ours")
+    ours, theirs = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("ours", "theirs"))
+    assert ours == theirs
+    assert "model.encoder.embed_positions.weight" in model.state_dict()

@@ -1,11 +1,11 @@
-"""Aliases: the further names of a tied weight, and which of its names the checkpoint keeps."""
+"""Names that a checkpoint lacks: further names of a tied weight, and tables that a class computes anew."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..names import strip_wrappers
 
-__all__ = ["declared_aliases", "find_aliases"]
+__all__ = ["declared_aliases", "find_aliases", "unsaved_names"]
 
 _log = logging.getLogger("fsdp_export")
 
@@ -69,19 +69,38 @@ def declared_aliases(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
     return {alias: kept for alias, kept in declared.items() if alias in present and kept in present}
 
 
+def unsaved_names(model: nn.Module) -> set[str]:
+    """Return the names that `save_pretrained` leaves out: tables that transformers classes, at any depth, compute anew.
+
+    Args:
+        model: The module, wrapped or not.
+    """
+    return {
+        f"{name}{key}"
+        for name, module in _clean_modules(model)
+        for key in getattr(module, "_keys_to_ignore_on_save", None) or ()
+    }
+
+
+def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules under their names, without wrapper segments and with a trailing dot."""
+    modules = dict(model.named_modules())
+    ddp_modules = [name for name, module in modules.items() if isinstance(module, DistributedDataParallel)]
+    for name, module in modules.items():
+        yield strip_wrappers(f"{name}.", ddp_modules) if name else "", module
+
+
 def _declared_patterns(model: nn.Module) -> list[str]:
     """Collect the regular expressions by which transformers classes, at any depth, declare names as tied.
 
     They are a list in transformers 4 and the keys of a dict in transformers 5; unescaped and not anchored in both.
     """
-    modules = dict(model.named_modules())
-    ddp_modules = [name for name, module in modules.items() if isinstance(module, DistributedDataParallel)]
-    patterns = []
-    for raw_name, module in modules.items():
-        name = strip_wrappers(f"{raw_name}.", ddp_modules) if raw_name else ""
-        for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys"):
-            patterns += [f"{name}{key}" for key in getattr(module, attribute, None) or ()]
-    return patterns
+    return [
+        f"{name}{key}"
+        for name, module in _clean_modules(model)
+        for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys")
+        for key in getattr(module, attribute, None) or ()
+    ]
 
 
 def _kept(names: list[str], patterns: list[str]) -> str:

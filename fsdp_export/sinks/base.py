@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from ..plan import Piece, Plan
 
 __all__ = ["Delivery", "MemorySink", "Sink"]
@@ -74,12 +76,13 @@ class MemorySink(Sink):
     """Keeps full tensors in host memory: the smallest sink there is, and a handy one in tests.
 
     Attributes:
-        tensors: Name to tensor, on the CPU, of the last committed export; every rank has all of them.
+        tensors: Name to tensor, on the CPU, of the last export that this rank received whole; every rank has all of
+            them, and keeps them if another rank fails after that.
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[str, object] = {}
-        self._pending: dict[str, object] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Forget what an export that failed left."""
