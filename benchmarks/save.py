@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import threading
 import time
 from pathlib import Path
@@ -41,9 +42,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     try:
         model, config = build(options)
-        figures = measure_all(model, options)
-        if dist.get_rank() == 0:
-            report(figures, config, options)
+        measure_all(model, config, options)
     finally:
         dist.destroy_process_group()
 
@@ -76,13 +75,17 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, transformers.Qwen2Con
     return model, config
 
 
-def measure_all(model: nn.Module, options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+def measure_all(model: nn.Module, config: transformers.Qwen2Config, options: argparse.Namespace) -> None:
+    """Run all methods in turn, and that several times; results are complete after every turn."""
     names = options.methods.split(",")
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for _ in range(options.repeats):
         for name in names:
             figures[name].append(measure(name, model, options.folder / name))
-    return figures
+            if dist.get_rank() == 0:
+                print(f"{name}: {figures[name][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
+        if dist.get_rank() == 0:
+            report(figures, config, options)
 
 
 def measure(name: str, model: nn.Module, folder: Path) -> dict[str, float]:
@@ -179,7 +182,7 @@ def report(
         "offload": options.offload,
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
-        "repeats": options.repeats,
+        "repeats": len(rows and next(iter(figures.values()))),
         "rows": rows,
     }
     options.results.mkdir(parents=True, exist_ok=True)

@@ -16,14 +16,14 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from .version import __version__
+
 if TYPE_CHECKING:
     from .api import export_checkpoint, save_checkpoint
     from .errors import ExportError
     from .exporter import Exporter
     from .sinks.base import MemorySink, Sink
     from .sinks.huggingface import Report
-
-__version__ = "0.1.0"
 
 __all__ = [
     "ExportError",

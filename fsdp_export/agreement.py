@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -16,56 +17,80 @@ __all__ = ["agree_on_plan", "check_copies", "fingerprint"]
 
 _log = logging.getLogger("fsdp_export")
 _CHUNK_BYTES = 64 << 20
+# 2**64 over the golden ratio, as a signed number.
+_MIXER = 0x9E3779B97F4A7C15 - 2**64
 
 
-def agree_on_plan(plan: Plan, operation: Operation) -> None:
+def agree_on_plan(plan: Plan, options: str, operation: Operation) -> None:
     """Compare the plans of all ranks. Collective.
+
+    Args:
+        plan: What is exported.
+        options: What else decides in which pieces it is gathered, in words.
+        operation: The fence's operation.
 
     Raises:
         DisagreementError: They differ; names the first tensor that does.
     """
-    if len(set(operation.agree(plan.digest))) == 1:
+    cards = operation.agree(f"{plan.digest} {options}")
+    if len(set(cards)) == 1:
         return
+    if len({card.split(" ", 1)[0] for card in cards}) == 1:
+        choices = [card.split(" ", 1)[1] for card in cards]
+        raise _difference(plan, "the ranks would gather different pieces", choices, "Give every rank the same options")
     hashes = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in plan.lines]
     everyones = [text.split() for text in operation.agree(" ".join(hashes))]
     shortest = min(map(len, everyones))
     first = next((i for i in range(shortest) if len({theirs[i] for theirs in everyones}) > 1), shortest)
     lines = operation.agree(plan.lines[first] if first < len(plan.lines) else "nothing")
-    other = next(index for index, line in enumerate(lines) if line != lines[0])
-    raise DisagreementError(
-        f"the ranks would export different tensors, first at position {first}",
-        expected=f"as on rank {plan.ranks[0]}: {lines[0]}",
-        found=f"on rank {plan.ranks[other]}: {lines[other]}",
-        fix="Build the same model, in the same order, on every rank",
-    )
+    what = f"the ranks would export different tensors, first at position {first}"
+    raise _difference(plan, what, lines, "Build the same model, in the same order, on every rank")
 
 
-def check_copies(source: Source, operation: Operation) -> None:
+def check_copies(plan: Plan, source: Source, operation: Operation) -> None:
     """Compare tensors of which every rank has a copy of its own. Collective.
+
+    Args:
+        plan: What is exported.
+        source: Where it is.
+        operation: The fence's operation.
 
     Raises:
         DisagreementError: A parameter differs. Buffers that differ (the statistics of a BatchNorm, say) are logged.
     """
-    if not source.copies:
+    planned = {spec for step in plan.steps for spec in step.inputs}
+    copies = [spec for spec in source.copies if spec in planned]
+    if not copies:
         return
-    mine = [fingerprint(source.rows(spec, 0, spec.num_rows)) for spec in source.copies]
+    mine = []
+    for spec in copies:
+        operation.check()
+        mine.append(fingerprint(source.rows(spec, *spec.sharding.box(spec.shape, source.rank).rows)))
     everyones = [text.split() for text in operation.agree(" ".join(mine))]
-    differing = [spec for index, spec in enumerate(source.copies) if len({theirs[index] for theirs in everyones}) > 1]
+    differing = []
+    for index, spec in enumerate(copies):
+        blocks = {
+            (spec.sharding.box(spec.shape, rank), theirs[index])
+            for rank, theirs in zip(plan.ranks, everyones, strict=True)
+        }
+        if len(blocks) > len(spec.sharding.holders(spec.shape)):
+            differing.append(spec)
     parameters = [spec.name for spec in differing if not spec.is_buffer]
     if parameters:
         raise DisagreementError(
-            f"parameters that nothing shards differ between ranks: {listing(parameters)}",
+            f"parameters differ between ranks that have copies of them: {listing(parameters)}",
             fix="Broadcast them from one rank first; experts that live on one rank each must be DTensors",
         )
     if differing:
         names = listing(spec.name for spec in differing)
-        _log.warning("buffers differ between ranks, one rank's copy is exported: %s", names)
+        _log.warning("buffers differ between ranks, that of the first rank is exported: %s", names)
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
     """Return a checksum of the bytes of a tensor, computed where it is: two sums over its 64-bit words, one weighted.
 
-    It tells copies that drifted apart; it is no defence against a forger.
+    The words are mixed first, or changes of high bits, two signs say, would cancel out. It tells copies that drifted
+    apart; it is no defence against a forger.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     plain, weighted = 0, 0
@@ -75,6 +100,18 @@ def fingerprint(tensor: torch.Tensor) -> str:
             chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
         words = chunk.view(torch.int64) if chunk.storage_offset() % 8 == 0 else chunk.clone().view(torch.int64)
         weights = torch.arange(begin, begin + words.numel(), device=words.device).mul_(2).add_(1)
-        plain += int(words.sum())
-        weighted += int(weights.mul_(words).sum())
+        mixed = (words ^ (words >> 32)).mul_(_MIXER)
+        mixed ^= mixed >> 29
+        plain += int(mixed.sum())
+        weighted += int(weights.mul_(mixed).sum())
     return f"{plain & (2**64 - 1):x}.{weighted & (2**64 - 1):x}"
+
+
+def _difference(plan: Plan, what: str, everyones: Sequence[str], fix: str) -> DisagreementError:
+    other = next(index for index, theirs in enumerate(everyones) if theirs != everyones[0])
+    return DisagreementError(
+        what,
+        expected=f"as on rank {plan.ranks[0]}: {everyones[0]}",
+        found=f"on rank {plan.ranks[other]}: {everyones[other]}",
+        fix=fix,
+    )

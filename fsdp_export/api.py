@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from torch import nn
 
 from .conversion.aliases import declared_aliases
 from .dtypes import DtypePolicy
-from .errors import UsageError
+from .errors import UsageError, listing
 from .exporter import Exporter
-from .fence import Fence
+from .fence import Fence, Operation
 from .layout import FileLayout
 from .sidecars.collect import Sidecars, from_folder
 from .sinks.huggingface import Report, folder_layouts, folder_sink
@@ -97,7 +98,8 @@ def export_checkpoint(
     checkpoint = open_checkpoint(
         source, base_model=base_model, prefix=prefix, dtype=dtype, include=include, exclude=exclude, device=device
     )
-    return checkpoint.save(path, **choices)
+    report = checkpoint.save(path, **choices)
+    return replace(report, notes=[*checkpoint.notes, *report.notes])
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,17 @@ class OpenedCheckpoint:
         source: What is read.
         exporter: What reads it.
         sidecars: The config, tokenizer and other files that were found for it.
-        base_model: Where these were looked for as well.
-        notes: What was found or decided, a line each.
+        base_model: Where these were looked for first.
+        heeds_config: Whether the config had a say in names or dtypes, which counts even where it is not written.
+        notes: What was decided, a line each.
     """
 
     source: Source
     exporter: Exporter
     sidecars: Sidecars
     base_model: str | None
-    notes: list[str] = field(default_factory=list)
+    heeds_config: bool
+    notes: list[str]
 
     def files(self, *, format: str = "auto", max_shard_size: int | str = "5GB") -> list[FileLayout]:  # noqa: A002
         """Return the files that `save` would write."""
@@ -135,8 +139,7 @@ class OpenedCheckpoint:
     ) -> Report:
         """Write the checkpoint folder; the arguments are those of `Exporter.save`. Collective."""
         folder = Path(path)
-        if self.base_model is not None and folder.exists() and folder.resolve() == Path(self.base_model).resolve():
-            raise UsageError("the folder of the base model would be replaced", file=folder, fix="Write elsewhere")
+        self._refuse_to_replace_inputs(folder)
         sink = folder_sink(
             folder,
             format=format,
@@ -145,11 +148,22 @@ class OpenedCheckpoint:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance={"source": self.source.description},
+            provenance={"source": _provenance(self.source)},
         )
         started = time.perf_counter()
         self.exporter.send(sink, delivered=delivered)
         return sink.report(self.exporter.plan, time.perf_counter() - started)
+
+    def _refuse_to_replace_inputs(self, folder: Path) -> None:
+        """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
+        here, fix = folder.resolve(), "Write into another folder"
+        if self.base_model is not None and folder.is_dir() and here == Path(self.base_model).resolve():
+            raise UsageError("the base model would be replaced", file=folder, fix=fix)
+        files = {sidecar.name: sidecar.content for sidecar in self.sidecars.files}
+        read = {name: path.parent.resolve() / path.name for name, path in files.items() if isinstance(path, Path)}
+        replaced = [name for name, path in read.items() if path == here / name]
+        if replaced:
+            raise UsageError("files that are read would be replaced", file=folder, found=listing(replaced), fix=fix)
 
 
 def open_checkpoint(
@@ -180,59 +194,100 @@ def open_checkpoint(
     Raises:
         ExportError: It cannot be read on some rank; the same error is raised on all.
     """
-    with Fence(ranks, rank).operation("open_checkpoint"):
-        opened = open_source(
-            Path(source),
-            prefix=prefix,
-            ranks=ranks,
-            rank=rank,
-            device=torch.device(device) if device is not None else None,
-        )
-        sidecars = from_folder(opened.folder, base_model)
-        notes: list[str] = []
-        policy = _auto_dtype(opened, sidecars, notes) if dtype == "auto" else DtypePolicy.parse(dtype)
-        aliases, untied = _aliases(opened, sidecars)
+    base = os.fspath(base_model) if base_model is not None else None
+    with Fence(ranks, rank).operation("open_checkpoint") as operation:
+        opened = open_source(Path(source), prefix=prefix, ranks=ranks, rank=rank, device=_usable(device))
+        if rank != ranks[0]:
+            operation.agree()
+        sidecars = from_folder(opened.folder, base)
+        if rank == ranks[0]:
+            # What had to be downloaded is there now, and the other ranks need not do it too.
+            operation.agree()
+        config = sidecars.config or {}
+        policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
+        aliases, untied = _aliases(opened, config, operation)
         exporter = Exporter(opened, dtype=policy, include=include, exclude=exclude, aliases=aliases, untied=untied)
-        hits = exporter.plan and exporter.pattern_hits
-        notes += [f"{pattern}: {count:,} of {len(opened.specs):,} tensors" for pattern, count in hits.items()]
-    return OpenedCheckpoint(opened, exporter, sidecars, str(base_model) if base_model is not None else None, notes)
+        heeds_config = bool(policy.only_narrow or aliases or untied)
+        notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
+        notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
+    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
 
 
-def _auto_dtype(source: Source, sidecars: Sidecars, notes: list[str]) -> DtypePolicy:
-    """Choose the dtype that the base config names, for tensors that are wider."""
-    config = sidecars.config or {}
-    text = config.get("text_config") or {}
-    named = next(
-        (value for part in (config, text) for key in ("dtype", "torch_dtype") if (value := part.get(key))), None
-    )
-    if named is None:
-        return DtypePolicy()
-    policy = DtypePolicy(DtypePolicy.parse(str(named)).target, only_narrow=True)
-    wider = {dtype_name(spec.dtype) for spec in source.specs if policy.cast_of(spec.dtype) is not None}
-    if wider:
-        notes.append(
-            f"{' and '.join(sorted(wider))} is written as {named}, the config's dtype (--dtype keep to keep it)"
-        )
-    return policy
+def _provenance(source: Source) -> str:
+    """Tell what was exported, without the places of a machine: the record may be published with the weights."""
+    parts = source.folder.absolute().parts[-2:] if source.folder is not None else ()
+    return f"{'/'.join(parts)}: {source.description}"
 
 
-def _are_equal(source: Source, one: TensorSpec, other: TensorSpec) -> bool:
+def _usable(device: torch.device | str | None) -> torch.device | None:
+    """Return a device on which there can be tensors.
+
+    Raises:
+        UsageError: This is none.
+    """
+    if device is None:
+        return None
+    try:
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:  # torch lacks it, or there is none
+        raise UsageError(
+            "a device that cannot be used here", found=device, fix="Leave it out to use the CPU"
+        ) from error
+    return torch.device(device)
+
+
+def _named_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that a config names, for the whole model or for its text part."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+
+
+def _narrowing_to(named: str | None) -> DtypePolicy:
+    """Return the policy that casts to a dtype what is wider; one to which nothing is cast, or none, changes nothing."""
+    try:
+        target = DtypePolicy.parse(named or "keep").target
+    except UsageError:
+        target = None
+    return DtypePolicy(target, only_narrow=target is not None)
+
+
+def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
+    """Tell what the config, and not the user, has decided."""
+    dtypes = {spec.dtype for step in exporter.plan.steps for spec in step.inputs}
+    wider = sorted(dtype_name(dtype) for dtype in dtypes if policy.cast_of(dtype) is not None)
+    if not (policy.only_narrow and wider):
+        return []
+    target = dtype_name(policy.target)
+    return [f"{' and '.join(wider)} becomes {target}, as the config says (--dtype keep to keep it)"]
+
+
+def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    num_tensors, hits = len(exporter.source.specs) - len(exporter.plan.aliases), exporter.pattern_hits
+    options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
+    return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
+
+
+def _aliases(source: Source, config: Mapping[str, Any], operation: Operation) -> tuple[dict[str, str], list[str]]:
+    """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
+    specs = {spec.name: spec for spec in source.specs}
+    declared = declared_aliases(config, specs) if config else {}
+    part, parts = source.ranks.index(source.rank), len(source.ranks)
+    equal = [_are_equal(source, specs[alias], specs[kept], part, parts) for alias, kept in declared.items()]
+    everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []
+    differing = {alias for alias, *cards in zip(declared, *everyones, strict=True) if "0" in cards}
+    return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
+
+
+def _are_equal(source: Source, one: TensorSpec, other: TensorSpec, part: int, parts: int) -> bool:
+    """Compare every so many-th chunk of two tensors, byte by byte."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = max(CHUNK_BYTES // max(one.row_bytes, 1), 1)
     return all(
-        torch.equal(_rows(source, one, first, rows), _rows(source, other, first, rows))
-        for first in range(0, one.num_rows, rows)
+        torch.equal(_bytes(source, one, first, rows), _bytes(source, other, first, rows))
+        for first in range(part * rows, one.num_rows, parts * rows)
     )
 
 
-def _rows(source: Source, spec: TensorSpec, first: int, rows: int) -> torch.Tensor:
+def _bytes(source: Source, spec: TensorSpec, first: int, rows: int) -> torch.Tensor:
     return source.rows(spec, first, min(first + rows, spec.num_rows)).contiguous().reshape(-1).view(torch.uint8)
-
-
-def _aliases(source: Source, sidecars: Sidecars) -> tuple[dict[str, str], list[str]]:
-    """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
-    specs = {spec.name: spec for spec in source.specs}
-    declared = declared_aliases(sidecars.config, specs) if sidecars.config is not None else {}
-    aliases = {alias: kept for alias, kept in declared.items() if _are_equal(source, specs[alias], specs[kept])}
-    return aliases, [alias for alias in declared if alias not in aliases]

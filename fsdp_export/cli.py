@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import logging
+import os
+import re
 import sys
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from . import __version__
-from .errors import ExportError, UsageError
+from .errors import ExportError, RankError, UsageError
+from .launch import joined_group, launched_ranks, speaks
 
 if TYPE_CHECKING:
     from .api import OpenedCheckpoint
+    from .sidecars.collect import Sidecars
     from .sinks.huggingface import Report
 
 __all__ = ["main"]
 
 _DTYPES = ("auto", "keep", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32")
+_INTERRUPTED = 130
+_SILENT_SECONDS = 1.0
+_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*[KMGT]B|0*[1-9]\d{0,18}", re.IGNORECASE)
 _EPILOG = """\b
 Examples:
   fsdp-export run/step-500 --out ckpt/ --base-model Qwen/Qwen2.5-7B
@@ -35,7 +46,34 @@ Exit codes: 0 done, 1 failed, 2 usage or nothing found, 3 a comparison differs, 
 """
 
 
-@click.command(epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+class _Command(click.Command):
+    """Says what is wrong with its arguments once, and not on every rank."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse, or leave with a message or, on a rank that does not speak, without one."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if speaks(os.environ):
+                raise
+            _leave("", error.exit_code, may_speak=False)
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
+    """A number of bytes as the library takes it."""
+
+    name = "size"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return plain digits as a number, and anything else as the text that it is."""
+        if not _SIZE.fullmatch(value):
+            self.fail(f"{value!r} is no size: give bytes, or a number with KB, MB, GB or TB (decimal).", param, ctx)
+        return int(value) if value.isdecimal() else value
+
+
+@click.command(
+    cls=_Command, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
+)
 @click.argument("source", required=False, type=click.Path(path_type=Path))
 @click.option("--out", type=click.Path(path_type=Path), metavar="DIR", help="The folder to write.")
 @click.option(
@@ -56,14 +94,14 @@ Exit codes: 0 done, 1 failed, 2 usage or nothing found, 3 a comparison differs, 
     default="auto",
     show_default=True,
     metavar="DTYPE",
-    help="keep, bfloat16, float16, float32, or auto: the base config's dtype for tensors that are wider.",
+    help="keep, bfloat16, float16, float32, or auto: the config's dtype for tensors that are wider.",
 )
-@click.option("--max-shard-size", metavar="SIZE", help="Bytes per file, decimal.  [default: 5GB]")
+@click.option("--max-shard-size", type=_Size(), metavar="SIZE", help="Bytes per file, decimal.  [default: 5GB]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Export only these: whole segments, or a glob.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these out.")
 @click.option("--device", metavar="DEVICE", help="Where tensors are converted.  [default: cpu]")
 @click.option("--overwrite", is_flag=True, help="Replace weights in DIR that fsdp-export did not write.")
-@click.option("--fsync/--no-fsync", default=None, help="Wait until the disk has the bytes.  [default: fsync]")
+@click.option("--fsync/--no-fsync", default=True, help="Wait until the disk has the bytes.  [default: fsync]")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--smoke-test", metavar="PROMPT", help="Load the result with transformers and continue this text.")
 @click.option("--demo", is_flag=True, help="Train a tiny model on two ranks, export it, and check the result.")
@@ -76,106 +114,83 @@ def main(**options: Any) -> None:
     SOURCE is a sharded checkpoint, or a folder above it, whose newest complete step is taken. Default: this folder.
     The old content of DIR stays until the new one is complete.
     """
-    with _exit_codes():
-        logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s", stream=sys.stderr)
-        _check_combination(options)
-        if options["demo"]:
-            from .demo import run_demo
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    is_speaker = speaks(os.environ)
+    _quiet_libraries(silent=options["quiet"] or not is_speaker)
+    with _exit_codes(lambda: is_speaker), _logged(enabled=is_speaker):
+        given = _given(click.get_current_context())
+        _check_combination(given, options)
+        with _stdout_kept_for_json() if options["as_json"] else nullcontext():
+            result = _run_demo(options) if options["demo"] else _export(options, given)
+        if options["as_json"] and result is not None:
+            click.echo(json.dumps(result))
 
-            run_demo(options["out"], prompt=options["smoke_test"], as_json=options["as_json"], quiet=options["quiet"])
-        else:
-            _export(**options)
+
+def _run_demo(options: Mapping[str, Any]) -> dict[str, Any]:
+    if launched_ranks(os.environ) is not None:
+        raise UsageError("--demo starts its ranks itself", fix="Run it without a launcher")
+    say = _speaker(options, is_lead=True)
+    say("training a tiny Qwen2 with FSDP2 and CPUOffloadPolicy on two ranks ...")
+    from .demo import run_demo
+
+    return run_demo(options["out"], prompt=options["smoke_test"], overwrite=options["overwrite"], say=say)
 
 
-def _export(
-    *,
-    source: Path | None,
-    out: Path | None,
-    base_model: str | None,
-    prefix: str | None,
-    format_: str,
-    dtype: str,
-    max_shard_size: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    device: str | None,
-    overwrite: bool,
-    fsync: bool | None,
-    dry_run: bool,
-    smoke_test: str | None,
-    as_json: bool,
-    quiet: bool,
-    demo: bool,
-) -> None:
+def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any] | None:
+    """Do it; return what `--json` prints, on the rank that prints."""
     from .api import open_checkpoint
-    from .launch import joined_group
     from .progress import Progress
 
-    with joined_group() as (ranks, rank):
-        is_lead = rank == ranks[0]
-        say = _Speaker(to_stderr=as_json, quiet=quiet or not is_lead)
+    with joined_group() as group, _exit_codes(lambda: group.is_first_to("speak of an error")):
+        say = _speaker(options, is_lead=group.is_lead)
         checkpoint = open_checkpoint(
-            source or Path.cwd(),
-            base_model=base_model,
-            prefix=prefix,
-            dtype=dtype,
-            include=include,
-            exclude=exclude,
-            device=device,
-            ranks=ranks,
-            rank=rank,
+            options["source"] or Path.cwd(),
+            ranks=group.ranks,
+            rank=group.rank,
+            **{name: options[name] for name in ("base_model", "prefix", "dtype", "include", "exclude", "device")},
         )
-        say(checkpoint.source.description)
-        for note in checkpoint.notes:
+        say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
+        _check_effect(checkpoint, given, options)
+        writes_sidecars = options["format_"] == "hf" or (options["format_"] == "auto" and checkpoint.sidecars.config)
+        for note in (*(_origins(checkpoint.sidecars) if writes_sidecars else ()), *checkpoint.notes):
             say(note)
-        choices = {"format": format_, "max_shard_size": max_shard_size or "5GB"}
-        if dry_run or out is None:
-            _print_plan(checkpoint, as_json=as_json, is_lead=is_lead, **choices)
-            return
-        share = checkpoint.exporter.plan.num_bytes // len(ranks)
-        with Progress(share, len(ranks), quiet=quiet or not is_lead) as progress:
-            report = checkpoint.save(out, overwrite=overwrite, fsync=fsync is not False, delivered=progress, **choices)
-    if is_lead:
-        _finish(report, checkpoint, say, smoke_test=smoke_test, as_json=as_json)
-
-
-class _Speaker:
-    """Prints lines for people: on stdout, or on stderr where stdout belongs to JSON."""
-
-    def __init__(self, *, to_stderr: bool, quiet: bool) -> None:
-        self._to_stderr, self._quiet = to_stderr, quiet
-
-    def __call__(self, line: str) -> None:
-        if not self._quiet:
-            click.echo(line, err=self._to_stderr)
+        choices = {"format": options["format_"], "max_shard_size": options["max_shard_size"] or "5GB"}
+        if options["dry_run"]:
+            return _show_plan(checkpoint, say, choices) if group.is_lead else None
+        num_bytes = checkpoint.exporter.plan.num_bytes
+        with Progress(num_bytes, len(group.ranks), quiet=options["quiet"] or not group.is_lead) as progress:
+            report = checkpoint.save(
+                options["out"],
+                overwrite=options["overwrite"],
+                fsync=options["fsync"],
+                delivered=progress,
+                **choices,
+            )
+    return _finish(checkpoint, report, say, options["smoke_test"]) if group.is_lead else None
 
 
 def _finish(
-    report: Report, checkpoint: OpenedCheckpoint, say: _Speaker, *, smoke_test: str | None, as_json: bool
-) -> None:
+    checkpoint: OpenedCheckpoint, report: Report, say: Callable[[str], None], prompt: str | None
+) -> dict[str, Any]:
     for line in report.lines():
         say(line)
-    result = {"source": checkpoint.source.description, **report.as_json()}
-    if smoke_test is not None:
+    result = {**_json_of_source(checkpoint), **report.as_json()}
+    result["notes"] = [*checkpoint.notes, *report.notes]
+    if prompt is not None:
         from .smoke import continue_text
 
-        result["smoke_test"] = continue_text(report.path, smoke_test)
-        say(f"transformers loads it and continues: {result['smoke_test']!r}")
-    if as_json:
-        click.echo(json.dumps(result))
+        result["smoke_test"] = continue_text(report.path, prompt)
+        say(f"transformers loads it and continues {prompt!r}: {result['smoke_test']!r}")
+    return result
 
 
-def _print_plan(
-    checkpoint: OpenedCheckpoint, *, as_json: bool, is_lead: bool, format: str, max_shard_size: str
-) -> None:
+def _show_plan(checkpoint: OpenedCheckpoint, say: Callable[[str], None], choices: dict[str, Any]) -> dict[str, Any]:
     from .table import dtype_name, plan_table
 
-    if not is_lead:
-        return
-    outputs, files = checkpoint.exporter.plan.outputs, checkpoint.files(format=format, max_shard_size=max_shard_size)
-    if not as_json:
-        click.echo(plan_table(outputs, files))
-        return
+    outputs, files = checkpoint.exporter.plan.outputs, checkpoint.files(**choices)
+    say(plan_table(outputs, files))
     file_of = {name: file.name for file in files for name in file.offsets}
     tensors = [
         {
@@ -187,37 +202,146 @@ def _print_plan(
         }
         for output in outputs
     ]
-    click.echo(json.dumps({"source": checkpoint.source.description, "notes": checkpoint.notes, "tensors": tensors}))
+    sizes = {file.name: file.num_bytes for file in files}
+    return {**_json_of_source(checkpoint), "notes": checkpoint.notes, "files": sizes, "tensors": tensors}
 
 
-def _check_combination(options: dict[str, Any]) -> None:
-    """Refuse what is missing and what would have no effect."""
+def _json_of_source(checkpoint: OpenedCheckpoint) -> dict[str, Any]:
+    return {"source": str(checkpoint.source.folder), "found": checkpoint.source.description}
+
+
+def _origins(sidecars: Sidecars) -> Iterator[str]:
+    """Yield which files were found where."""
+    places: dict[Path, list[str]] = {}
+    for sidecar in sidecars.files:
+        if isinstance(sidecar.content, Path):
+            depth = len(Path(sidecar.name).parts)
+            places.setdefault(sidecar.content.parents[depth - 1], []).append(sidecar.name)
+    for place, names in places.items():
+        yield f"from {_short(place)}: {', '.join(names)}"
+
+
+def _short(path: Path | None) -> str:
+    """Return a path as one would type it here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path is not None and here in path.parents else path)
+
+
+def _speaker(options: Mapping[str, Any], *, is_lead: bool) -> Callable[[str], None]:
+    """Return what prints lines for people: on stdout, or on stderr where stdout belongs to JSON."""
+
+    def say(line: str) -> None:
+        # Whoever read these lines may be gone; the export goes on.
+        with suppress(OSError):
+            if is_lead and not options["quiet"]:
+                click.echo(line, err=options["as_json"])
+
+    return say
+
+
+def _given(context: click.Context) -> dict[str, str]:
+    """Return what stands on the command line, and how it is spelled there."""
+    spelled = {}
+    for parameter in context.command.params:
+        if parameter.name and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
+            is_negated = context.params[parameter.name] is False
+            names = parameter.secondary_opts if is_negated else parameter.opts
+            spelled[parameter.name] = max(names, key=len) if isinstance(parameter, click.Option) else "SOURCE"
+    return spelled
+
+
+def _check_combination(given: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Refuse what is missing and what would have no effect, as far as the options tell."""
     if options["demo"]:
-        _refuse_without_effect(options, "--demo", keep={"out", "demo", "as_json", "quiet", "smoke_test"})
+        works = {"out", "overwrite", "smoke_test", "demo", "as_json", "quiet"}
+        _refuse(given, given.keys() - works, "--demo")
     if options["dry_run"]:
-        ignored = {"out", "overwrite", "fsync", "smoke_test", "quiet"}
-        _refuse_without_effect(options, "--dry-run", keep=options.keys() - ignored | {"out"})
-    elif options["out"] is None:
-        raise UsageError("no folder to write to", fix="Give --out DIR, or --dry-run to see what would be written")
+        idle = {"device", "overwrite", "fsync", "smoke_test"} | (set() if options["as_json"] else {"quiet"})
+        _refuse(given, idle, "--dry-run")
     if options["format_"] == "safetensors":
-        _refuse_without_effect(options, "--format safetensors", keep=options.keys() - {"max_shard_size", "smoke_test"})
+        _refuse(given, {"max_shard_size", "smoke_test"}, "--format safetensors")
+    if options["out"] is None and not options["dry_run"]:
+        fix = "Give --out DIR; or --dry-run to see what would be written, or --demo --out DIR to try it"
+        raise UsageError("no folder to write to", fix=fix)
+    if options["smoke_test"] is not None and not options["smoke_test"].strip():
+        raise UsageError("--smoke-test has no text to continue", fix="Give the beginning of a sentence")
 
 
-def _refuse_without_effect(options: dict[str, Any], cause: str, keep: set[str]) -> None:
-    defaults = {"format_": "auto", "dtype": "auto"}
-    for name, value in options.items():
-        if name not in keep and value not in (None, False, (), defaults.get(name)):
-            option = "SOURCE" if name == "source" else f"--{name.strip('_').replace('_', '-')}"
-            raise UsageError(f"{option} has no effect with {cause}", fix="Leave one of them out")
+def _check_effect(checkpoint: OpenedCheckpoint, given: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Refuse what has no effect on this checkpoint."""
+    if options["format_"] == "safetensors" and not checkpoint.heeds_config:
+        _refuse(given, {"base_model"}, "--format safetensors, where its config decides on no dtype and no tied weight")
+    if options["format_"] == "auto" and checkpoint.sidecars.config is None:
+        _refuse(given, {"max_shard_size", "smoke_test"}, "one safetensors file, which it is without a config")
 
 
-@contextlib.contextmanager
-def _exit_codes() -> Iterator[None]:
+def _refuse(given: Mapping[str, str], idle: Iterable[str], cause: str) -> None:
+    for name in given:
+        if name in idle:
+            raise UsageError(f"{given[name]} has no effect with {cause}", fix="Leave one of them out")
+
+
+def _quiet_libraries(*, silent: bool) -> None:
+    """Keep what other libraries print from cluttering ours. They read these variables as they are imported."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if silent:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@contextmanager
+def _stdout_kept_for_json() -> Iterator[None]:
+    """Send to stderr whatever is printed on stdout, also by C++ and by processes that are started."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+class _Handler(logging.Handler):
+    """Prints warnings of the library."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one, above a progress bar if there is one."""
+        from tqdm import tqdm
+
+        tqdm.write(f"fsdp-export: {record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
+
+
+@contextmanager
+def _logged(*, enabled: bool) -> Iterator[None]:
+    handler = _Handler(logging.WARNING) if enabled else logging.NullHandler()
+    logger = logging.getLogger("fsdp_export")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def _exit_codes(may_speak: Callable[[], bool]) -> Iterator[None]:
+    """Turn errors into messages and exit codes; an exception that is none of ours is a bug and keeps its traceback."""
     try:
         yield
     except ExportError as error:
-        click.echo(f"fsdp-export: {error}", err=True)
-        sys.exit(error.exit_code)
+        bug = error.__cause__
+        if isinstance(error, RankError) and bug is not None and f"{type(bug).__name__}: {bug}" in str(error):
+            traceback.print_exception(type(bug), bug, bug.__traceback__)
+        _leave(f"fsdp-export: {error}", error.exit_code, may_speak=may_speak())
     except KeyboardInterrupt:
-        click.echo("fsdp-export: interrupted; an earlier export is intact", err=True)
-        sys.exit(130)
+        message = "fsdp-export: interrupted; the old export is intact, or the new one complete"
+        _leave(message, _INTERRUPTED, may_speak=may_speak())
+
+
+def _leave(message: str, exit_code: int, *, may_speak: bool) -> NoReturn:
+    if may_speak:
+        click.echo(message, err=True)
+    else:
+        # torchrun ends all ranks as soon as one has failed, also the one that is about to say why.
+        time.sleep(_SILENT_SECONDS)
+    sys.exit(exit_code)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -12,14 +13,14 @@ import torch
 from torch import nn
 
 from .agreement import agree_on_plan, check_copies
-from .conversion.aliases import find_aliases
+from .conversion.aliases import find_aliases, unsaved_names
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
 from .names import select
 from .plan import Plan, copy_step
 from .sidecars.collect import from_model, has_config
-from .sinks.base import Sink
+from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
 from .sources.live import LiveSource, find_ranks, named_tensors
@@ -51,7 +52,7 @@ class Exporter:
         timeout: Seconds to wait for a rank that does not call.
 
     Raises:
-        UsageError: `dtype` is none.
+        UsageError: `dtype` is none, `model` no module, or `bucket_bytes` not positive.
     """
 
     def __init__(
@@ -68,9 +69,13 @@ class Exporter:
         bucket_bytes: int | None = None,
         timeout: float = 600.0,
     ) -> None:
+        if not isinstance(model, nn.Module) and not hasattr(model, "specs"):
+            raise UsageError("nothing to export", expected="a torch.nn.Module", found=type(model).__name__)
+        if bucket_bytes is not None and bucket_bytes <= 0:
+            raise UsageError("a bucket of no size", expected="a positive number of bytes", found=bucket_bytes)
         self._model, self._state_dict = model, state_dict
         self._dtype = DtypePolicy.parse(dtype)
-        self._include, self._exclude = include, exclude
+        self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
         self._given_aliases, self._untied = aliases, tuple(untied)
         self._device = torch.device(device) if device is not None else None
         self._bucket_bytes = bucket_bytes
@@ -87,7 +92,9 @@ class Exporter:
     @cached_property
     def plan(self) -> Plan:
         """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered."""
-        specs = {spec.name: spec for spec in self.source.specs if spec.name not in self._aliases}
+        unsaved = unsaved_names(self._model) if isinstance(self._model, nn.Module) else set()
+        left_out = unsaved | self._aliases.keys()
+        specs = {spec.name: spec for spec in self.source.specs if spec.name not in left_out}
         names, self.pattern_hits = select(list(specs), self._include, self._exclude)
         steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
         return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied)
@@ -95,17 +102,19 @@ class Exporter:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in plan order, on the device.
 
-        Collective: every rank must drain this; one that stops early ends it with an error on all. The tensors belong
-        to the consumer. Peak device memory: two buckets and what the consumer keeps.
+        Collective: every rank must drain this, and ranks with several exporters must use them in the same order. A
+        rank that leaves early ends it: the others raise. The tensors belong to the consumer. Peak device memory: two
+        buckets and what the consumer keeps.
 
         Raises:
             ExportError: As `send`.
         """
-        with self._fence.operation("Exporter.tensors") as operation:
-            self._prepare(operation)
-            for piece in gathered_pieces(self.plan, self.source, operation, self.bucket_bytes):
+        with self._fence.operation("Exporter.tensors") as operation, closing(self.source) as source:
+            self._prepare(operation, "everyone", gather_all=True)
+            for piece in gathered_pieces(self.plan, source, operation, self.bucket_bytes):
                 operation.check()
                 yield piece.info.name, piece.tensor
+                del piece
 
     def send(self, sink: Sink, *, delivered: Delivered = lambda _: None, gather_all: bool = False) -> None:
         """Deliver everything to a sink, all or nothing. Collective: every rank must call this.
@@ -118,17 +127,21 @@ class Exporter:
         Raises:
             ExportError: Something failed on some rank; the same error is raised on all.
         """
-        with self._fence.operation("Exporter.send") as operation:
-            self._prepare(operation)
-            run(
-                self.plan,
-                self.source,
-                sink,
-                operation,
-                bucket_bytes=self.bucket_bytes,
-                gather_all=gather_all,
-                delivered=delivered,
-            )
+        try:
+            with self._fence.operation("Exporter.send") as operation, closing(self.source) as source:
+                self._prepare(operation, sink.delivery, gather_all=gather_all)
+                run(
+                    self.plan,
+                    source,
+                    sink,
+                    operation,
+                    bucket_bytes=self.bucket_bytes,
+                    gather_all=gather_all,
+                    delivered=delivered,
+                )
+        except BaseException:
+            sink.abort()
+            raise
 
     def save(
         self,
@@ -192,7 +205,8 @@ class Exporter:
             return find_aliases(named_tensors(self._model), self._model)
         return self._given_aliases or {}
 
-    def _prepare(self, operation: Operation) -> None:
+    def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
         self.source.refresh()
-        agree_on_plan(self.plan, operation)
-        check_copies(self.source, operation)
+        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}"
+        agree_on_plan(self.plan, options, operation)
+        check_copies(self.plan, self.source, operation)

@@ -8,6 +8,7 @@ of it fails before the others wait for it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,26 +45,14 @@ class Block:
     rows: tuple[Rows, ...]
     local: torch.Tensor
 
-    def sizes_along(self, cut: int, rank: int) -> list[int]:
+    def sizes_along(self, cut: int, rank: int) -> tuple[int, ...]:
         """Return the sizes, in the dim of a cut, of the blocks that the ranks along its axis hold."""
-        sharding, shape = self.spec.sharding, self.spec.shape
-        dim, axis = sharding.cuts[cut]
-        partial = Sharding(sharding.mesh, sharding.cuts[: cut + 1])
-        coordinate = list(sharding.mesh.coordinate(rank))
-        sizes = []
-        for position in range(sharding.mesh.shape[axis]):
-            coordinate[axis] = position
-            box = partial.box_at(shape, coordinate)
-            sizes.append(self._num_rows_in(box.rows) if dim == 0 else box.shape[dim])
-        return sizes
+        return _sizes_along(self.spec.sharding, self.spec.shape, self.rows, cut, rank)
 
     def empty(self) -> torch.Tensor:
         """Return the gathered rows of a tensor without bytes."""
         num_rows = sum(stop - first for first, stop in self.rows)
         return self.local.new_empty((num_rows, *self.spec.shape[1:]))
-
-    def _num_rows_in(self, span: Rows) -> int:
-        return sum(max(min(stop, span[1]) - max(first, span[0]), 0) for first, stop in self.rows)
 
 
 class Gather:
@@ -92,6 +81,9 @@ class Gather:
                     parts.setdefault((mesh, cuts[cut][1]), []).append(part)
             for key, along_axis in parts.items():
                 self._add_stages(along_axis, groups[key])
+        num_bytes = max((stage.scratch_bytes for stage in self._stages), default=0)
+        device = blocks[0].local.device if blocks else None
+        self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def launch(self) -> None:
         """Send. Collective: every rank of the mesh must call this in the same order.
@@ -99,28 +91,32 @@ class Gather:
         On a CUDA device the work is queued on the current stream, and this returns at once.
         """
         for stage in self._stages:
-            stage.run()
+            stage.run(self._scratch)
         self._stages.clear()
+        del self._scratch
 
     def _add_stages(self, parts: list[_Part], group: dist.ProcessGroup) -> None:
-        """Send large parts each by itself, small ones through one bucket."""
-        small = [part for part in parts if part.slot_bytes < _SMALL_BYTES]
+        """Send large parts each by itself, small ones together."""
         batches = [[part] for part in parts if part.slot_bytes >= _SMALL_BYTES]
-        for batch in [*batches, small] if small else batches:
-            stage = _Stage(batch, group)
-            self._stages.append(stage)
-            for part, output in zip(batch, stage.outputs, strict=True):
-                self.outputs[part.index] = output
+        room = 0
+        for part in parts:
+            if 0 < part.slot_bytes < _SMALL_BYTES:
+                if part.slot_bytes > room:
+                    batches.append([])
+                    room = _SMALL_BYTES
+                batches[-1].append(part)
+                room -= part.slot_bytes
+        self._stages += [_Stage(batch, group) for batch in batches]
+        for part in parts:
+            self.outputs[part.index] = part.output
 
 
-@dataclass(frozen=True, slots=True)
 class _Part:
     """One tensor on its way through one all-gather: `tensor` is one of the blocks, which have `sizes` along `dim`."""
 
-    index: int
-    tensor: torch.Tensor
-    dim: int
-    sizes: list[int]
+    def __init__(self, index: int, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
+        self.index, self.tensor, self.dim, self.sizes = index, tensor, dim, sizes
+        self.output = tensor.new_empty(self.shape(sum(sizes)))
 
     @property
     def slot_bytes(self) -> int:
@@ -140,36 +136,54 @@ class _Part:
 
 
 class _Stage:
-    """One all-gather inside one mesh axis."""
+    """One all-gather inside one mesh axis.
+
+    Equal blocks of whole rows are gathered to where they belong; others go through scratch memory, which the stages
+    of a bucket share.
+    """
 
     def __init__(self, parts: list[_Part], group: dist.ProcessGroup) -> None:
         self._parts, self._group = parts, group
         first = parts[0]
         self._is_direct = len(parts) == 1 and first.dim == 0 and min(first.sizes) == max(first.sizes)
-        device = first.tensor.device
-        self.outputs = [part.tensor.new_empty(part.shape(sum(part.sizes))) for part in parts]
-        if self._is_direct:
-            self._slots, self._sent = _as_bytes(self.outputs[0]), _as_bytes(first.tensor)
-            return
         self._begins = [0, *accumulate(-(-part.slot_bytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]
-        self._sent = torch.empty(self._begins[-1], dtype=torch.uint8, device=device)
-        self._slots = torch.empty((len(first.sizes), self._begins[-1]), dtype=torch.uint8, device=device)
+        self.scratch_bytes = 0 if self._is_direct else (1 + len(first.sizes)) * self._begins[-1]
 
-    def run(self) -> None:
+    def run(self, scratch: torch.Tensor) -> None:
         if self._is_direct:
-            all_gather_into(self._slots, self._sent, self._group)
+            all_gather_into(_as_bytes(self._parts[0].output), _as_bytes(self._parts[0].tensor), self._group)
             return
+        sent, slots = scratch[: self._begins[-1]], scratch[self._begins[-1] : self.scratch_bytes]
         for part, begin in zip(self._parts, self._begins, strict=False):
             own = _as_bytes(part.tensor)
-            self._sent[begin : begin + own.numel()].copy_(own)
-        all_gather_into(self._slots.view(-1), self._sent, self._group)
-        for part, begin, output in zip(self._parts, self._begins, self.outputs, strict=False):
+            sent[begin : begin + own.numel()].copy_(own)
+        all_gather_into(slots, sent, self._group)
+        for part, begin in zip(self._parts, self._begins, strict=False):
             shapes = [part.byte_shape(size) for size in part.sizes]
             blocks = [
                 slot[begin : begin + math.prod(shape)].view(shape)
-                for slot, shape in zip(self._slots, shapes, strict=True)
+                for slot, shape in zip(slots.view(len(shapes), -1), shapes, strict=True)
             ]
-            torch.cat(blocks, dim=part.dim, out=output.view(torch.uint8))
+            torch.cat(blocks, dim=part.dim, out=part.output.view(torch.uint8))
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes_along(
+    sharding: Sharding, shape: tuple[int, ...], rows: tuple[Rows, ...], cut: int, rank: int
+) -> tuple[int, ...]:
+    dim, axis = sharding.cuts[cut]
+    partial = Sharding(sharding.mesh, sharding.cuts[: cut + 1])
+    coordinate = list(sharding.mesh.coordinate(rank))
+    sizes = []
+    for position in range(sharding.mesh.shape[axis]):
+        coordinate[axis] = position
+        box = partial.box_at(shape, coordinate)
+        sizes.append(_num_rows_in(rows, box.rows) if dim == 0 else box.shape[dim])
+    return tuple(sizes)
+
+
+def _num_rows_in(rows: Sequence[Rows], span: Rows) -> int:
+    return sum(max(min(stop, span[1]) - max(first, span[0]), 0) for first, stop in rows)
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:

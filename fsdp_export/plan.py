@@ -7,6 +7,7 @@ steps need the other ranks, and `windows` cuts those into buckets of bounded siz
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,10 @@ from functools import cached_property
 
 import torch
 
+from .errors import PlanError
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .names import check_unique
-from .spec import TensorInfo, TensorSpec
+from .spec import Sharding, TensorInfo, TensorSpec
 from .table import plan_table
 
 __all__ = ["Piece", "Plan", "Step", "Window", "copy_step", "share_out"]
@@ -37,11 +39,6 @@ class Piece:
     info: TensorInfo
     first_row: int
     tensor: torch.Tensor
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the piece is the full tensor."""
-        return tuple(self.tensor.shape) == self.info.shape
 
 
 Convert = Callable[[Sequence[torch.Tensor], int], Iterable[Piece]]
@@ -158,7 +155,11 @@ class Plan:
         return sum(output.num_bytes for output in self.outputs)
 
     def __str__(self) -> str:
-        return plan_table(self.outputs, split_into_files(self.outputs, DEFAULT_SHARD_SIZE))
+        try:
+            files = split_into_files(self.outputs, DEFAULT_SHARD_SIZE)
+        except PlanError:  # a dtype that no file can hold may still be sent
+            files = []
+        return plan_table(self.outputs, files)
 
     @cached_property
     def lines(self) -> list[str]:
@@ -190,14 +191,14 @@ class Plan:
         for position, step in enumerate(self.steps):
             if _is_local(step):
                 for rows, ranks in _row_holders(step):
-                    held.setdefault(ranks, []).append((position, Window(step, (rows,))))
+                    if rank in ranks:
+                        held.setdefault(ranks, []).append((position, Window(step, (rows,))))
         mine = []
         for ranks, items in held.items():
-            if rank in ranks:
-                windows = [window for _, window in items]
-                for index, begin, end in share_out(windows, ranks.index(rank), len(ranks)):
-                    position, window = items[index]
-                    mine.append((position, Window(window.step, tuple(rows for _, rows in window.part(begin, end)))))
+            windows = [window for _, window in items]
+            for index, begin, end in share_out(windows, ranks.index(rank), len(ranks)):
+                position, window = items[index]
+                mine.append((position, Window(window.step, tuple(rows for _, rows in window.part(begin, end)))))
         return [window for _, window in sorted(mine, key=lambda item: (item[0], item[1].blocks))]
 
     def windows(self, steps: Iterable[Step], max_bytes: int, *, whole: bool) -> list[list[Window]]:
@@ -224,7 +225,7 @@ class Plan:
 def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tuple[int, int, int]]:
     """Lay windows end to end, cut the line into parts of equal bytes, and yield one of them.
 
-    A cut falls between rows. A window of a buffer stays whole, since the replicas of a buffer may differ.
+    A cut falls between rows. Buffers are not cut but all in the first part, since their replicas may differ.
 
     Yields:
         For each window that lies in the part: its index, and its first unit and the one after the last, counted from
@@ -234,10 +235,8 @@ def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tupl
     position = 0
     for index, window in enumerate(windows):
         begin, end = (_units_before(total * cut // parts - position, window) for cut in (part, part + 1))
-        if window.num_bytes == 0:
+        if window.num_bytes == 0 or any(spec.is_buffer for spec in window.step.inputs):
             begin, end = 0, window.num_units if part == 0 else 0
-        elif any(spec.is_buffer for spec in window.step.inputs):
-            begin, end = (window.num_units if cut > 0 else 0 for cut in (begin, end))
         if begin < end:
             yield index, begin, end
         position += window.num_bytes
@@ -249,14 +248,19 @@ def _units_before(cut: int, window: Window) -> int:
     return min(max(cut, 0) * num_units // window.num_bytes, num_units) if window.num_bytes else 0
 
 
-def _row_holders(step: Step) -> list[tuple[Rows, tuple[int, ...]]]:
+def _row_holders(step: Step) -> tuple[tuple[Rows, tuple[int, ...]], ...]:
     """Return ranges of rows, and the ranks that hold them in full width."""
-    spec = step.inputs[0]
-    return [
+    assert len(step.inputs) == 1, "a step with several inputs needs the ranks that hold the rows of all of them"
+    return _row_holders_of(step.inputs[0].sharding, step.inputs[0].shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _row_holders_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Rows, tuple[int, ...]], ...]:
+    return tuple(
         (box.rows, ranks)
-        for box, ranks in spec.sharding.holders(spec.shape)
-        if box.has_full_rows(spec.shape) and box.rows[0] < box.rows[1]
-    ]
+        for box, ranks in sharding.holders(shape)
+        if box.has_full_rows(shape) and box.rows[0] < box.rows[1]
+    )
 
 
 def _is_local(step: Step) -> bool:
@@ -268,7 +272,7 @@ def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
     spec = step.inputs[0]
     blocks = sorted({box.rows for box, _ in spec.sharding.holders(spec.shape) if box.rows[0] < box.rows[1]})
     longest = max((stop - first for first, stop in blocks), default=0)
-    rows = max(max_bytes // max(step.unit_bytes * len(blocks), 1), 1)
+    rows = max(max_bytes // (step.unit_bytes * len(blocks)), 1) if step.unit_bytes and blocks else max(longest, 1)
     for begin in range(0, longest, rows):
         parts = ((first + begin, min(first + begin + rows, stop)) for first, stop in blocks)
         yield Window(step, tuple(part for part in parts if part[0] < part[1]))

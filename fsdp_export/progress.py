@@ -7,6 +7,8 @@ import sys
 import time
 from types import TracebackType
 
+import click
+
 from .table import human_bytes
 
 __all__ = ["Progress"]
@@ -19,8 +21,8 @@ class Progress:
     """Shows the bytes delivered, on stderr. Use as a context manager; call it with the bytes that came since.
 
     Args:
-        total_bytes: Bytes that this process will deliver.
-        num_ranks: How many ranks deliver as much; what is shown is the sum of all.
+        total_bytes: Bytes that all ranks together will deliver.
+        num_ranks: How many ranks deliver about as much as this one, of which alone it hears.
         quiet: Whether to show nothing.
     """
 
@@ -32,30 +34,29 @@ class Progress:
         self._started = self._last_line = time.monotonic()
 
     def __enter__(self) -> Progress:
-        if not self._quiet and sys.stderr.isatty():
+        """Show the bar, if there is a terminal to show it on."""
+        if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(
-                total=self._total * self._num_ranks,
-                unit="B",
-                unit_scale=True,
-                desc="Writing model files",
-                file=sys.stderr,
-                leave=False,
-            )
+            self._bar = tqdm(desc="writing", total=self._total, unit="B", unit_scale=True, file=sys.stderr, leave=False)
         return self
 
     def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
+        """Count bytes that this rank has just delivered."""
+        before, self._done = self._done, min(self._done + num_bytes * self._num_ranks, self._total)
         if self._bar is not None:
-            self._bar.update(num_bytes * self._num_ranks)
+            self._bar.update(self._done - before)
+            if self._done == self._total:
+                # What follows can take as long: the disk takes the bytes, the slowest rank ends.
+                self._bar.set_description("waiting for the disk")
         elif not self._quiet and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            done, total = (human_bytes(part * self._num_ranks) for part in (self._done, self._total))
-            print(f"{done} of {total} after {self._last_line - self._started:.0f} s", file=sys.stderr, flush=True)
+            done, total = human_bytes(self._done), human_bytes(self._total)
+            click.echo(f"{done} of {total} after {self._last_line - self._started:.0f} s", err=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        """Take the bar away."""
         if self._bar is not None:
             self._bar.close()

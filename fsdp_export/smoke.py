@@ -3,42 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from .errors import ComparisonError, UsageError
+from .errors import ComparisonError, ExportError, listing
 
 __all__ = ["continue_text"]
 
-_NUM_NEW_TOKENS = 24
+_NUM_NEW_TOKENS = 64
 
 
 def continue_text(folder: Path, prompt: str) -> str:
     """Load a Hugging Face folder with transformers, on the CPU, and generate greedily.
+
+    Code that comes with the model is not run.
 
     Args:
         folder: What was exported.
         prompt: The text to continue.
 
     Returns:
-        The new text alone.
+        The new text alone, at most 64 tokens of it.
 
     Raises:
-        UsageError: The folder has no tokenizer or no causal language model.
-        ComparisonError: transformers reports missing or unexpected tensors.
+        ComparisonError: Tensors are missing or unexpected.
+        ExportError: transformers cannot load the folder, or generate with it.
     """
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
     from transformers.utils import logging
 
-    logging.disable_progress_bar()
+    untyped_logging: Any = logging
+    untyped_logging.disable_progress_bar()
+    model_class: Any = transformers.AutoModelForCausalLM
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UsageError(f"transformers cannot load the export ({error})", file=folder) from error
-    problems = {kind: names for kind in ("missing_keys", "unexpected_keys") if (names := info.get(kind))}
-    if problems:
-        raise ComparisonError("transformers misses or does not know tensors", file=folder, found=problems)
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    with torch.no_grad():
-        tokens = model.generate(**inputs, max_new_tokens=_NUM_NEW_TOKENS, do_sample=False, pad_token_id=0)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+    except Exception as error:  # whatever its many classes raise
+        raise _failure("transformers cannot load the export", folder, error) from error
+    for kind in ("missing_keys", "unexpected_keys"):
+        if info.get(kind):
+            what = f"transformers reports {kind.replace('_keys', '')} tensors"
+            raise ComparisonError(what, file=folder, found=listing(info[kind]), fix="Give the right --base-model")
+    try:
+        inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        with torch.no_grad():
+            tokens = model.generate(**inputs, max_new_tokens=_NUM_NEW_TOKENS, do_sample=False)
+    except Exception as error:  # as above
+        raise _failure("transformers cannot generate with the export", folder, error) from error
     return str(tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def _failure(what: str, folder: Path, error: Exception) -> ExportError:
+    reason = str(error).strip().partition("\n")[0].removesuffix(".") or type(error).__name__
+    return ExportError(what, file=folder, found=reason, fix="The folder is complete; only this test of it failed")

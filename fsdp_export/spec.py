@@ -64,6 +64,13 @@ class Mesh:
             coordinate.append(position)
         return tuple(reversed(coordinate))
 
+    def along(self, axes: Sequence[int], rank: int) -> Mesh:
+        """Return the part of the mesh that a global rank shares with those that differ from it in these axes only."""
+        own = self.coordinate(rank)
+        coordinates = product(*(range(size) if axis in axes else (own[axis],) for axis, size in enumerate(self.shape)))
+        places = dict(zip(product(*map(range, self.shape)), self.ranks, strict=True))
+        return Mesh(tuple(places[at] for at in coordinates), tuple(self.shape[axis] for axis in axes))
+
     def __str__(self) -> str:
         return "x".join(map(str, self.shape))
 

@@ -10,15 +10,17 @@ from .spec import TensorInfo
 
 __all__ = ["dtype_name", "human_bytes", "plan_table", "rank_ranges", "summary"]
 
+_STEP = 1000
+_HEADER = ("name", "shape", "dtype", "bytes", "file")
+
 
 def human_bytes(num_bytes: float) -> str:
     """Format a size in decimal units, as `max_shard_size` counts: 15.2 GB."""
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:,.3g} TB"
+    units = ["B", "kB", "MB", "GB", "TB"]
+    size, unit = float(num_bytes), units.pop(0)
+    while round(size) >= _STEP and units:
+        size, unit = size / _STEP, units.pop(0)
+    return f"{size:,.0f} {unit}" if size >= _STEP / 10 else f"{size:.3g} {unit}"
 
 
 def dtype_name(dtype: object) -> str:
@@ -60,14 +62,15 @@ def plan_table(outputs: Sequence[TensorInfo], files: Sequence[FileLayout] = ()) 
         )
         for output in outputs
     ]
-    header = ("name", "shape", "dtype", "bytes", "file" if files else "")
-    widths = [max(len(row[column]) for row in (header, *rows)) for column in range(len(header))]
+    table = [_HEADER if files else (*_HEADER[:-1], ""), *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    right = _HEADER.index("bytes")
     lines = [
         "  ".join(
-            cell.rjust(width) if column == 3 else cell.ljust(width)
+            cell.rjust(width) if column == right else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
-        for row in (header, *rows)
+        for row in table
     ]
     total = summary(outputs) + (f", {len(files)} file" + ("s" if len(files) != 1 else "") if files else "")
     return "\n".join([*lines, total])

@@ -7,6 +7,7 @@ waiting inside a collective. A slow consumer is waited for at the fence too, who
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import torch
 
 from .fence import Operation
 from .gather import Block, Gather
-from .plan import Piece, Plan, Step, Window, share_out
+from .plan import Piece, Plan, Window, share_out
 from .sinks.base import Sink
 from .sources.base import Source
 
@@ -43,22 +44,27 @@ class _Bucket:
         if self.event is not None:
             operation.wait(self.event.query)
             for tensor in self.tensors:
-                tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+                tensor.record_stream(_current_stream(tensor.device))
         return self
 
-    def __iter__(self) -> Iterator[tuple[Window, list[torch.Tensor]]]:
-        tensors = iter(self.tensors)
-        for window in self.windows:
-            yield window, [next(tensors) for _ in window.step.inputs]
+    def pieces(self) -> Iterator[Piece]:
+        """Yield the outputs of windows that hold whole steps."""
+        for window, inputs in self._items():
+            yield from window.step.convert(inputs, 0)
 
-    def part(self, part: int, parts: int) -> Iterator[tuple[Step, int, list[torch.Tensor]]]:
-        """Yield the units that one of several ranks delivers: step, first unit, and the rows of its inputs."""
-        items = list(self)
+    def part(self, part: int, parts: int) -> Iterator[Piece]:
+        """Yield what one of several ranks delivers."""
+        items = list(self._items())
         for index, begin, end in share_out(self.windows, part, parts):
             window, inputs = items[index]
             for row, (first, stop) in window.part(begin, end):
                 rows = slice(row, row + stop - first)
-                yield window.step, first, [tensor[rows] if tensor.dim() else tensor for tensor in inputs]
+                yield from window.step.convert([tensor[rows] if tensor.dim() else tensor for tensor in inputs], first)
+
+    def _items(self) -> Iterator[tuple[Window, list[torch.Tensor]]]:
+        tensors = iter(self.tensors)
+        for window in self.windows:
+            yield window, [next(tensors) for _ in window.step.inputs]
 
 
 def run(
@@ -71,7 +77,10 @@ def run(
     gather_all: bool = False,
     delivered: Delivered = lambda _: None,
 ) -> None:
-    """Deliver a plan to a sink, all or nothing. Collective: every rank of the plan must call this.
+    """Deliver a plan to a sink. Collective: every rank of the plan must call this.
+
+    After an error the sink must be aborted, but only when the ranks have left the operation: what one rank undoes
+    must not be what another one fails of.
 
     Args:
         plan: What to deliver.
@@ -83,19 +92,15 @@ def run(
         delivered: Progress.
     """
     is_lead = source.rank == plan.ranks[0]
-    try:
-        ticket = operation.agree(sink.begin(plan) if is_lead else "")[0]
-        sink.open(plan, source.rank, ticket)
-        operation.agree()
-        walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
-        sink.close()
-        operation.agree()
-        if is_lead:
-            sink.commit()
-        operation.agree()
-    except BaseException:
-        sink.abort()
-        raise
+    ticket = operation.agree(sink.begin(plan) if is_lead else "")[0]
+    sink.open(plan, source.rank, ticket)
+    operation.agree()
+    walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
+    sink.close()
+    operation.agree()
+    if is_lead:
+        sink.commit()
+    operation.agree()
 
 
 def walk(
@@ -108,7 +113,10 @@ def walk(
     gather_all: bool,
     delivered: Delivered,
 ) -> None:
-    """Hand every piece of a plan to an open sink."""
+    """Hand every piece of a plan to an open sink.
+
+    Loop variables are deleted, here and below: they would keep a bucket while the next is gathered.
+    """
 
     def deliver(piece: Piece) -> None:
         operation.check()
@@ -118,6 +126,7 @@ def walk(
     if sink.delivery == "everyone":
         for piece in gathered_pieces(plan, source, operation, bucket_bytes):
             deliver(piece)
+            del piece
         return
     if not gather_all:
         for piece in _held_pieces(plan, source):
@@ -125,9 +134,10 @@ def walk(
     steps = plan.steps if gather_all else plan.gathered_steps
     position = plan.ranks.index(source.rank)
     for bucket in _gathered(plan.windows(steps, bucket_bytes, whole=False), source, operation):
-        for step, first, inputs in bucket.part(position, len(plan.ranks)):
-            for piece in step.convert(inputs, first):
-                deliver(piece)
+        for piece in bucket.part(position, len(plan.ranks)):
+            deliver(piece)
+            del piece
+        del bucket
 
 
 def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_bytes: int) -> Iterator[Piece]:
@@ -137,18 +147,19 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
     buckets are held here.
     """
     for bucket in _gathered(plan.windows(plan.steps, bucket_bytes, whole=True), source, operation):
-        for window, inputs in bucket:
-            yield from window.step.convert(inputs, 0)
+        yield from bucket.pieces()
+        del bucket
 
 
 def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:
     """Yield what this rank delivers from the rows it holds. Each rank begins elsewhere, so mostly in another file."""
-    windows = plan.local_windows(source.rank)
+    windows = [window for window in plan.local_windows(source.rank) if window.num_bytes]
     ends = list(accumulate(window.num_bytes for window in windows))
     begin = ends[-1] * plan.ranks.index(source.rank) // len(plan.ranks) if ends else 0
     turn = next((index for index, end in enumerate(ends) if end > begin), 0)
     for window in windows[turn:] + windows[:turn]:
-        step, rows = window.step, max(CHUNK_BYTES // max(window.step.unit_bytes, 1), 1)
+        step = window.step
+        rows = max(CHUNK_BYTES // max(sum(spec.row_bytes for spec in step.inputs), 1), 1)
         for block_first, block_stop in window.blocks:
             for first in range(block_first, block_stop, rows):
                 inputs = [source.rows(spec, first, min(first + rows, block_stop)) for spec in step.inputs]
@@ -157,9 +168,14 @@ def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:
 
 def _gathered(buckets: list[list[Window]], source: Source, operation: Operation) -> Iterator[_Bucket]:
     """Yield buckets one after the other, with the next one already on its way."""
-    stream = torch.get_device_module(source.device).Stream(source.device) if source.device.type != "cpu" else None
+    stream = _side_stream(source.device) if source.device.type != "cpu" else None
     ahead: _Bucket | None = None
     for windows in buckets:
+        if stream is not None:
+            # What training or the consumer has queued comes first; a bucket it still reads is not free yet.
+            queued = _current_stream(source.device).record_event()
+            stream.wait_event(queued)
+            operation.wait(queued.query)
         with _on(stream):
             blocks = [block for window in windows for block in _blocks(window, source)]
             gather = Gather(blocks, source.groups, source.rank)
@@ -185,12 +201,23 @@ def _blocks(window: Window, source: Source) -> Iterator[Block]:
         local = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else source.rows(spec, span[0], span[0])
         local = _cast(local, window.step.read_dtype)
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
-        local = local.to(source.device, non_blocking=True, copy=spec.sharding.is_replicated)
+        is_async = source.device.type != "cpu"
+        local = local.to(source.device, non_blocking=is_async, copy=spec.sharding.is_replicated)
         yield Block(spec, window.blocks, local.contiguous())
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return tensor if dtype is None else tensor.to(dtype)
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> Any:
+    """Return the one stream of a device for gathers: the allocator keeps the memory of each stream apart."""
+    return torch.get_device_module(device).Stream(device)
+
+
+def _current_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).current_stream(device)
 
 
 def _on(stream: Any) -> AbstractContextManager[object]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 
 class Block(nn.Module):
@@ -68,12 +69,13 @@ def meshes_for(world_size: int) -> list[str]:
     return {1: ["1d"], 2: ["1d", "dim1"], 4: ["1d", "hsdp", "tp"]}[world_size]
 
 
-def shard(model: nn.Module, layout: str, world_size: int, **options: object) -> nn.Module:
+def shard(model: nn.Module, layout: str, world_size: int, **options: Any) -> nn.Module:
     """Shard a model in place.
 
     Args:
         model: The model.
-        layout: `1d`, `dim1` (Shard(1) where it divides), `hsdp` (replicated twice), or `tp` (FSDP over TP over 2).
+        layout: `1d`, `dim1` (Shard(1) where it divides), `hsdp` (replicated twice), `tp` (FSDP over TP over 2), `3d`
+            (HSDP over TP over 2), or `permuted` (1-D, on a mesh of descending ranks).
         world_size: Number of ranks.
         **options: For `fully_shard`.
     """
@@ -86,6 +88,12 @@ def shard(model: nn.Module, layout: str, world_size: int, **options: object) -> 
             return Shard(1) if fits else None
 
         return _fully_shard(model, init_device_mesh("cpu", (world_size,)), shard_placement_fn=placement, **options)
+    if layout == "permuted":
+        return _fully_shard(model, DeviceMesh("cpu", list(reversed(range(world_size)))), **options)
+    if layout == "3d":
+        cube = init_device_mesh("cpu", (2, world_size // 4, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        _tensor_parallel(model, cube["tp"])
+        return _fully_shard(model, cube["replicate", "shard"], **options)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     if layout == "hsdp":
         return _fully_shard(model, mesh, **options)
@@ -93,14 +101,31 @@ def shard(model: nn.Module, layout: str, world_size: int, **options: object) -> 
     return _fully_shard(model, mesh["dp"], **options)
 
 
+def compiled(module: nn.Module) -> Any:
+    """Wrap a module as `torch.compile` does; nothing is compiled until it runs."""
+    return torch.compile(module, backend="eager")
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
+    with torch.no_grad():
+        return value.to_local() if isinstance(value, DTensor) else value
+
+
+def put_local(parameter: Any, value: torch.Tensor) -> None:
+    """Replace what this rank holds of a sharded parameter."""
+    parameter._local_tensor = value
+
+
 def offloaded() -> CPUOffloadPolicy:
     return CPUOffloadPolicy(pin_memory=False)
 
 
-def _fully_shard(model: nn.Module, mesh: DeviceMesh, **options: object) -> nn.Module:
+def _fully_shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for child in _blocks(model):
         fully_shard(child, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -109,7 +134,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 def _tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard parameters over a TP axis in turn by rows, by columns, not at all; ties stay."""
-    placements: list[Callable[[], object]] = [lambda: Shard(0), lambda: Shard(1), Replicate]
+    placements: list[Callable[[], Placement]] = [lambda: Shard(0), lambda: Shard(1), Replicate]
     made: dict[int, nn.Parameter] = {}
     turn = 0
     for module in model.modules():

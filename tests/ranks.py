@@ -20,9 +20,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch._dynamo  # noqa: F401  what `fully_shard` imports at its first use, here once for all ranks
 import torch.distributed as dist
 
-__all__ = ["RankFailedError", "run_ranks"]
+__all__ = ["RankFailedError", "StoreKind", "run_ranks"]
+
+StoreKind = Literal["tcp", "file"]
 
 # After the first failure: what the others still have to say is worth less than a quick answer.
 _GRACE_SECONDS = 3.0
@@ -39,10 +42,18 @@ class _Running(NamedTuple):
     receiver: Connection
 
 
+class _Outcome(NamedTuple):
+    """What a rank returned, or what went wrong there and when."""
+
+    result: Any
+    failure: str = ""
+    time: float = 0.0
+
+
 class _Rendezvous(NamedTuple):
     """Where the ranks find each other: a folder for a file store, a socket that rank 0 listens on for a TCP store."""
 
-    kind: Literal["tcp", "file"]
+    kind: StoreKind
     folder: Path
     listener: socket.socket
     world_size: int
@@ -72,7 +83,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     pg_timeout: float = 30.0,
-    store: Literal["tcp", "file"] = "tcp",
+    store: StoreKind = "file",
     expect_death: Collection[int] = (),
 ) -> list[Any]:
     """Call `fn(*args)` on every rank.
@@ -83,7 +94,8 @@ def run_ranks(
         args: The same for every rank.
         timeout: Seconds until all ranks are killed.
         pg_timeout: Seconds until a collective fails.
-        store: What the ranks find each other by; rank 0 hosts the TCP store.
+        store: What the ranks find each other by: a file, or a TCP store that rank 0 hosts, which is slow to come up
+            where the name server is (torch looks up the name of every peer).
         expect_death: Ranks that may die; the result of a dead one is None.
 
     Returns:
@@ -110,12 +122,15 @@ def run_ranks(
                 sender.close()
                 running[rank] = _Running(process, receiver)
             listener.close()
-            return _collect(running, timeout, expect_death)
+            results = _collect(running, timeout, expect_death)
+            for process, _ in running.values():
+                process.join(timeout)
         finally:
             for process, receiver in running.values():
                 process.kill()
                 process.join()
                 receiver.close()
+        return results
 
 
 def _be_rank(
@@ -136,15 +151,14 @@ def _be_rank(
             world_size=rendezvous.world_size,
             timeout=timedelta(seconds=pg_timeout),
         )
-        try:
-            result = fn(*args)
-        finally:
-            dist.destroy_process_group()
-        sender.send((True, result))
+        # Or a rank that is done soon is gone before another one has connected to it.
+        dist.barrier()
+        sender.send(_Outcome(fn(*args)))
     except BaseException:  # noqa: BLE001  whatever it is, it is the parent's to raise
-        sender.send((False, traceback.format_exc()))
+        sender.send(_Outcome(None, traceback.format_exc(), time.monotonic()))
     finally:
-        sender.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
@@ -152,20 +166,19 @@ def _be_rank(
 
 def _collect(running: dict[int, _Running], timeout: float, expect_death: Collection[int]) -> list[Any]:
     """Wait for what every rank sends."""
-    results: dict[int, Any] = {}
-    failure: str | None = None
+    outcomes: dict[int, _Outcome] = {}
     deadline = time.monotonic() + timeout
-    while len(results) < len(running) and (seconds := deadline - time.monotonic()) > 0:
+    while len(outcomes) < len(running) and (seconds := deadline - time.monotonic()) > 0:
         # A dead rank's end of the pipe is closed, which also makes it ready.
-        ready = wait([each.receiver for rank, each in running.items() if rank not in results], seconds)
+        ready = wait([each.receiver for rank, each in running.items() if rank not in outcomes], seconds)
         for rank in [rank for rank, each in running.items() if each.receiver in ready]:
-            results[rank], text = _outcome(rank, running[rank], may_die=rank in expect_death)
-            if text is not None and failure is None:
-                failure = text
+            outcomes[rank] = _receive(rank, running[rank], may_die=rank in expect_death)
+            if outcomes[rank].failure:
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-    if failure is not None:
-        raise RankFailedError(failure)
-    unfinished = [rank for rank in running if rank not in results]
+    failures = [outcome for outcome in outcomes.values() if outcome.failure]
+    if failures:
+        raise RankFailedError(min(failures, key=lambda outcome: outcome.time).failure)
+    unfinished = [rank for rank in running if rank not in outcomes]
     if unfinished:
         for rank in unfinished:
             pid = running[rank].process.pid
@@ -173,14 +186,16 @@ def _collect(running: dict[int, _Running], timeout: float, expect_death: Collect
             os.kill(pid, signal.SIGUSR1)
         time.sleep(0.2)
         raise RankFailedError(f"ranks {unfinished} did not finish within {timeout:g} s; their stacks are on stderr")
-    return [results[rank] for rank in sorted(results)]
+    return [outcomes[rank].result for rank in sorted(outcomes)]
 
 
-def _outcome(rank: int, running: _Running, *, may_die: bool) -> tuple[Any, str | None]:
-    """Return the result of a rank that sent one or ended, and what went wrong."""
+def _receive(rank: int, running: _Running, *, may_die: bool) -> _Outcome:
+    """Receive the outcome of a rank that sent one or ended."""
     try:
-        succeeded, content = running.receiver.recv()
+        outcome: _Outcome = running.receiver.recv()
     except EOFError:
         running.process.join()
-        return None, None if may_die else f"rank {rank} died with exit code {running.process.exitcode}"
-    return (content, None) if succeeded else (None, f"rank {rank} raised\n{content}")
+        if may_die:
+            return _Outcome(None)
+        return _Outcome(None, f"rank {rank} died with exit code {running.process.exitcode}", time.monotonic())
+    return outcome._replace(failure=f"rank {rank} raised\n{outcome.failure}") if outcome.failure else outcome

@@ -1,4 +1,6 @@
-"""Kill -9 of a save on two ranks, at any moment: the old checkpoint, the new one, or loudly neither; never a mixture."""
+"""Kill -9 of a save on two ranks, at any moment: the old checkpoint, the new one, or loudly neither; no mixture."""
+
+from __future__ import annotations
 
 import itertools
 import multiprocessing
@@ -9,6 +11,8 @@ import tempfile
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,7 @@ import torch.distributed as dist
 from models import hf_model, shard
 from publish_faults import restore, tree
 from publish_readers import INDEX, OTHERS, digest, from_files, from_pretrained
-from ranks import run_ranks
+from ranks import StoreKind, run_ranks
 from transformers.utils import logging
 
 from fsdp_export import save_checkpoint
@@ -26,45 +30,53 @@ from fsdp_export.errors import ExportError
 from fsdp_export.fence import heartbeat
 
 NUM_KILLS = 50
-# Ends a rank's report of a save; values start far from 1, which is what a fresh norm has.
+# Far from one, which is what a norm that was not loaded has.
 FIRST_VERSION = 100
 SIDECARS = {"config.json", "generation_config.json", "fsdp_export.json"}
-
-Reading = tuple[float, str]
 
 
 def is_sharded(version: int) -> bool:
     return version % 2 == 0
 
 
-def make_version(version: int, model: torch.nn.Module) -> None:
-    """Make a version whose every value tells its number."""
+def become(model: Any, version: int) -> None:
+    """Give a model values, and a config, that all tell its version."""
     model.config.rms_norm_eps = 1e-6 * version
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(version)
 
 
-def reading_of(version: int) -> Reading:
-    model = hf_model("qwen2")
-    make_version(version, model)
+def reading_of(version: int) -> tuple[float, str]:
+    """Return what `from_pretrained` must read of a version."""
+    model: Any = hf_model("qwen2")
+    become(model, version)
     return model.config.rms_norm_eps, digest(model.state_dict())
 
 
 def save_versions(folder: Path, layout: str, version: int, progress: int, go: int) -> None:
-    """Save a version, wait to be told, and save one after the other for ever."""
+    """On a rank, save a version, wait to be told, then save one after the other until something ends it.
 
-    def tell(*words: object) -> None:
-        os.write(progress, (" ".join(map(str, (dist.get_rank(), *words))).replace("\n", " ") + "\n").encode())
+    Args:
+        folder: Where to.
+        layout: For `models.shard`.
+        version: The first version.
+        progress: Where lines go that say what this rank is at.
+        go: A byte is read from it after the first version.
+    """
+
+    def tell(word: str, what: object) -> None:
+        os.write(progress, f"{dist.get_rank()} {word} {what}".replace("\n", " ").encode() + b"\n")
 
     heartbeat.BEAT_SECONDS = 0.1
     model = shard(hf_model("qwen2"), layout, 2)
     tell("pid", os.getpid())
     try:
         for current in itertools.count(version):
-            make_version(current, model)
+            become(model, current)
             tell("begin", current)
-            save_checkpoint(model, folder, max_shard_size="4KB" if is_sharded(current) else "5GB")
+            size = "4KB" if is_sharded(current) else "5GB"
+            save_checkpoint(model, folder, max_shard_size=size, timeout=60 if current == version else 3)
             tell("done", current)
             if current == version:
                 os.read(go, 1)
@@ -72,81 +84,106 @@ def save_versions(folder: Path, layout: str, version: int, progress: int, go: in
         tell("error", error)
 
 
-class Job:
-    """A launcher and two ranks that save, in a process group of their own."""
+def launch(store: StoreKind, folder: Path, *args: Any) -> None:
+    os.setsid()
+    # What is killed cleans nothing up.
+    tempfile.tempdir = str(folder.parent)
+    run_ranks(save_versions, 2, folder, *args, store=store, expect_death={0, 1})
 
-    def __init__(self, folder: Path, layout: str, version: int) -> None:
-        self._output, progress = os.pipe()
-        go, self._go = os.pipe()
+
+class Job:
+    """A launcher and two ranks that save, in a process group of their own.
+
+    Attributes:
+        lines: What the ranks told: rank, word and the rest.
+    """
+
+    def __init__(self, folder: Path, layout: str, version: int, store: StoreKind) -> None:
         self.lines: list[list[str]] = []
         self._rest = b""
+        self._output, progress = os.pipe()
+        go, self._go = os.pipe()
         self._launcher = multiprocessing.get_context("fork").Process(
-            target=self._launch, args=(folder, layout, version, progress, go)
+            target=launch, args=(store, folder, layout, version, progress, go)
         )
         with warnings.catch_warnings():
+            # As in `run_ranks`.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._launcher.start()
         os.close(progress)
         os.close(go)
 
-    @staticmethod
-    def _launch(*args: Any) -> None:
-        os.setsid()
-        tempfile.tempdir = str(args[0].parent)
-        run_ranks(save_versions, 2, *args, expect_death={0, 1})
+    def wait_for(self, word: str, number: int) -> None:
+        """Read what the ranks tell until both have told this."""
+        while not all([rank, word, str(number)] in self.lines for rank in ("0", "1")):
+            assert self._read(), f"the job ended: {self.lines}"
 
     def go_on(self) -> None:
         os.write(self._go, b"..")
 
-    def wait_for(self, *line: object) -> None:
-        """Read what the ranks tell until both have told this."""
-        wanted = [[str(rank), *map(str, line)] for rank in range(2)]
-        while not all(one in self.lines for one in wanted):
-            assert self._read(), f"the job ended: {self.lines}"
-
     def kill(self, victim: int | None) -> None:
         """Kill a rank, or everything, and wait until nothing of the job runs."""
-        if victim is None:
+        if victim is not None:
+            os.kill(self.last("pid", victim), signal.SIGKILL)
+        elif self._launcher.pid is not None:
             os.killpg(self._launcher.pid, signal.SIGKILL)
-        else:
-            os.kill(
-                next(int(pid) for rank, word, pid in self.lines if (rank, word) == (str(victim), "pid")), signal.SIGKILL
-            )
         while self._read():
             pass
         self._launcher.join()
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            self.kill(None)
         os.close(self._output)
         os.close(self._go)
 
-    def last(self, word: str) -> int:
-        return max(int(line[2]) for line in self.lines if line[1] == word)
+    def last(self, word: str, *ranks: int) -> int:
+        """Return the greatest number that ranks, by default both, told with this word."""
+        wanted = {str(rank) for rank in ranks or (0, 1)}
+        return max(int(line[2]) for line in self.lines if line[0] in wanted and line[1] == word)
 
-    def errors(self) -> dict[int, str]:
-        return {int(line[0]): " ".join(line[2:]) for line in self.lines if line[1] == "error"}
+    def error_on(self, rank: int) -> str:
+        return next(line[2] for line in self.lines if line[:2] == [str(rank), "error"])
 
     def _read(self) -> bool:
+        """Read something; tell whether a process of the job can still write."""
         data = os.read(self._output, 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
-        self.lines += [line.decode().split() for line in lines]
+        self.lines += [line.decode().split(" ", 2) for line in lines]
         return bool(data)
 
 
+@contextmanager
+def job(folder: Path, layout: str, version: int, store: StoreKind) -> Iterator[Job]:
+    """Start a job that has saved a version, and leave nothing of it."""
+    running = Job(folder, layout, version, store)
+    try:
+        running.wait_for("done", version)
+        yield running
+    finally:
+        running.close()
+
+
 def seconds_of_a_save(folder: Path, version: int) -> tuple[float, int]:
-    """Return how long a save takes, sharded or not, and the next version."""
-    job = Job(folder, "dim1", version)
-    job.wait_for("done", version)
-    job.go_on()
-    num_saves = 6
-    begin = time.monotonic()
-    job.wait_for("done", version + num_saves)
-    seconds = time.monotonic() - begin
-    job.kill(None)
-    return seconds / num_saves, job.last("begin") + 1
+    """Return how long a save takes, on average over both formats, and the version after the last."""
+    with job(folder, "dim1", version, "tcp") as running:
+        begin = time.monotonic()
+        running.go_on()
+        running.wait_for("done", version + 6)
+        seconds = (time.monotonic() - begin) / 6
+        running.kill(None)
+        return seconds, running.last("begin") + 1
 
 
-def check_complete(folder: Path, version: int) -> None:
-    """Check that the folder holds this version, the other files, and nothing else."""
-    names = set(tree(folder)) - set(OTHERS) - SIDECARS
+def check_others(folder: Path) -> None:
+    found = tree(folder)
+    assert {name: found.get(name, b"gone") for name in OTHERS} == OTHERS
+
+
+def check_holds(folder: Path, version: int) -> None:
+    """Check that a folder holds a version, the other files and nothing else."""
+    check_others(folder)
+    names = tree(folder).keys() - OTHERS.keys() - SIDECARS
     if is_sharded(version):
         num_shards = len(names) - 1
         assert num_shards > 1
@@ -154,35 +191,25 @@ def check_complete(folder: Path, version: int) -> None:
         assert names == {INDEX, *shards}
     else:
         assert names == {"model.safetensors"}
-    assert readings(folder) == (reading_of(version), reading_of(version)[1])
+    assert (from_pretrained(folder), from_files(folder)) == (reading_of(version), reading_of(version)[1])
+
+
+def age_of(folder: Path, old: int, new: int) -> str:
+    """Tell whether readers find the old version, the new one, or only errors."""
     check_others(folder)
-
-
-def check_others(folder: Path) -> None:
-    found = tree(folder)
-    assert {name: found.get(name, "gone") for name in OTHERS} == OTHERS
-
-
-def readings(folder: Path) -> tuple[Reading | None, str | None]:
-    return from_pretrained(folder), from_files(folder)
-
-
-def age_of_what_loads(folder: Path, old: int, new: int) -> str:
-    check_others(folder)
-    loaded, read = readings(folder)
     ages = {reading_of(old): "old", reading_of(new): "new", None: "loud"}
+    loaded, weights = from_pretrained(folder), from_files(folder)
     assert loaded in ages, f"transformers loads a mixture of {old} and {new}"
-    assert read in {reading_of(old)[1], reading_of(new)[1], None}, f"the files are a mixture of {old} and {new}"
-    assert loaded is None or read is None or loaded[1] == read
+    assert weights in {None, *(reading[1] for reading in ages if reading)}, f"a mixture of {old} and {new}"
+    assert loaded is None or weights is None or loaded[1] == weights
     return ages[loaded]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     logging.disable_progress_bar()
-    folder = tmp_path / "checkpoint"
-    restore(folder, OTHERS)
-    return folder
+    restore(tmp_path / "checkpoint", OTHERS)
+    return tmp_path / "checkpoint"
 
 
 @pytest.mark.slow
@@ -190,22 +217,22 @@ def folder(tmp_path: Path) -> Path:
 def test_fifty_random_kills_leave_the_old_checkpoint_or_the_new_one(folder):
     chance = random.Random(2)
     seconds, version = seconds_of_a_save(folder, FIRST_VERSION)
-    # Evenly over two saves: one that replaces a single file by shards, one the other way round.
+    # Evenly over two saves: one that replaces a single file by shards, and one the other way round.
     delays = [2 * seconds * (number + chance.random()) / NUM_KILLS for number in range(NUM_KILLS)]
     chance.shuffle(delays)
     outcomes: Counter[str] = Counter()
     for number, delay in enumerate(delays):
-        victim = (None, 0, 1)[number % 3]
-        job = Job(folder, ("1d", "dim1")[number // 3 % 2], version)
-        # The save after a kill, the last one or the measurement's, succeeds and is complete.
-        job.wait_for("done", version)
-        check_complete(folder, version)
-        job.go_on()
-        time.sleep(delay)
-        job.kill(victim)
+        victim, layout = (None, 0, 1)[number % 3], ("1d", "dim1")[number // 3 % 2]
+        with job(folder, layout, version, "tcp" if number // 6 % 2 else "file") as running:
+            # The save after a kill succeeds and is complete.
+            check_holds(folder, version)
+            running.go_on()
+            time.sleep(delay)
+            running.kill(victim)
         if victim is not None:
-            assert f"rank {victim}" in job.errors()[1 - victim], (number, job.lines)
-        outcomes[age_of_what_loads(folder, job.last("done"), job.last("begin"))] += 1
-        version = job.last("begin") + 1
+            assert f"rank {victim}" in running.error_on(1 - victim)
+        outcomes[age_of(folder, running.last("done"), running.last("begin"))] += 1
+        version = running.last("begin") + 1
     print(f"a save takes {seconds:.3f} s; after a kill: {dict(outcomes)}")
-    assert outcomes["old"] and outcomes["new"]
+    assert outcomes["old"]
+    assert outcomes["new"]

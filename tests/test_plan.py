@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -121,8 +122,9 @@ def test_plan_refuses_two_outputs_of_one_name():
 
 
 def test_digest_changes_with_everything_that_must_agree():
-    def digest(**changes: object) -> str:
-        facts = {"name": "t", "shape": (4, 2), "dtype": torch.float32, "sharding": Sharding(MESHES[1], ((0, 0),))}
+    def digest(**changes: Any) -> str:
+        facts: dict[str, Any] = {"name": "t", "shape": (4, 2), "dtype": torch.float32}
+        facts["sharding"] = Sharding(MESHES[1], ((0, 0),))
         return Plan((copy_step(TensorSpec(**{**facts, **changes})),)).digest
 
     changed = [

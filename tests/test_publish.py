@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
     """Two versions, single and sharded; the old has sidecars that the new one lacks, and the other way round."""
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     sidecars = {1: SIDECARS[:2], 2: SIDECARS[1:]}
     made = {
         f"{age} {form}": make_checkpoint(
@@ -155,7 +155,7 @@ def test_what_a_loss_of_power_leaves_is_no_mixture(
             for kept in combinations(lost, size):
                 restore(quick, state)
                 for event, args in kept:
-                    redo(event, args)
+                    redo(quick, event, args)
                 num_states += 1
                 readers.read()
                 recover(quick)
@@ -163,10 +163,16 @@ def test_what_a_loss_of_power_leaves_is_no_mixture(
     assert num_states > 50
 
 
-def redo(event: str, args: tuple[Any, ...]) -> None:
+def redo(folder: Path, event: str, args: tuple[Any, ...]) -> None:
+    """Repeat a change, in the inner folder under the name that it has if its renaming was lost."""
+    paths = [str(path) for path in args[: 2 if event == "os.rename" else 1]]
+    inner = next((state for state in STATES if (folder / state).exists()), "")
+    renames_it = len(paths) == 2 and all(Path(path).name in STATES for path in paths)
+    if inner and not renames_it:
+        paths = [re.sub("|".join(STATES), inner, path) for path in paths]
     # A change that needs one that was lost is lost too; a folder that is there is as good as made.
     with suppress(OSError):
-        getattr(os, event.removeprefix("os."))(*args[: 2 if event == "os.rename" else 1])
+        getattr(os, event.removeprefix("os."))(*paths)
 
 
 @REPLACEMENTS
@@ -321,6 +327,33 @@ def test_a_recovery_in_the_middle_of_another_is_refused(quick: Path, state: str)
     assert answers[0] is not None
     assert answers[0].startswith(("finished", "removed"))
     assert not any((quick / state).exists() for state in STATES)
+
+
+def test_a_lock_that_was_removed_before_it_was_taken_does_not_count(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(folder, STATES[0])
+    flock, others = fcntl.flock, []
+
+    def lock_after_another_run(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        others.append(Publication.begin(folder))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_another_run)
+    with pytest.raises(SinkError, match="another process is exporting"):
+        recover(folder)
+    assert (others[0].staging / "token").exists()
+    others[0].abort()
+
+
+def test_a_lock_that_never_stays_the_same_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "samestat", lambda *_: False)
+    with pytest.raises(SinkError) as refused:
+        Publication.begin(folder)
+    assert str(refused.value) == (
+        f"{folder / STATES[0] / 'lock'} never stays the same file. Export into another file system."
+    )
 
 
 @pytest.mark.parametrize("lives", [False, True], ids=["dies", "lives"])

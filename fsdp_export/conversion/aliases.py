@@ -1,11 +1,11 @@
-"""Aliases: the further names of a tied weight, and which of its names the checkpoint keeps."""
+"""Names that a checkpoint lacks: further names of a tied weight, and tables that a class computes anew."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..names import strip_wrappers
 
-__all__ = ["declared_aliases", "find_aliases"]
+__all__ = ["declared_aliases", "find_aliases", "unsaved_names"]
 
 _log = logging.getLogger("fsdp_export")
 
@@ -50,7 +50,8 @@ def declared_aliases(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
     """Tell which names of a checkpoint its config declares to be tied.
 
     The class that `architectures` names is built on the meta device, as transformers ties it: defaults of the config
-    class count, and no code from outside of transformers is run. Values are not looked at.
+    class count, and no code from outside of transformers is run. A config that was built in code names no class; the
+    generating one of its model type stands in. Values are not looked at.
 
     Args:
         config: A parsed `config.json`.
@@ -68,19 +69,38 @@ def declared_aliases(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
     return {alias: kept for alias, kept in declared.items() if alias in present and kept in present}
 
 
+def unsaved_names(model: nn.Module) -> set[str]:
+    """Return the names that `save_pretrained` leaves out: tables that transformers classes, at any depth, compute anew.
+
+    Args:
+        model: The module, wrapped or not.
+    """
+    return {
+        f"{name}{key}"
+        for name, module in _clean_modules(model)
+        for key in getattr(module, "_keys_to_ignore_on_save", None) or ()
+    }
+
+
+def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all modules under their names, without wrapper segments and with a trailing dot."""
+    modules = dict(model.named_modules())
+    ddp_modules = [name for name, module in modules.items() if isinstance(module, DistributedDataParallel)]
+    for name, module in modules.items():
+        yield strip_wrappers(f"{name}.", ddp_modules) if name else "", module
+
+
 def _declared_patterns(model: nn.Module) -> list[str]:
     """Collect the regular expressions by which transformers classes, at any depth, declare names as tied.
 
     They are a list in transformers 4 and the keys of a dict in transformers 5; unescaped and not anchored in both.
     """
-    modules = dict(model.named_modules())
-    ddp_modules = [name for name, module in modules.items() if isinstance(module, DistributedDataParallel)]
-    patterns = []
-    for raw_name, module in modules.items():
-        name = strip_wrappers(f"{raw_name}.", ddp_modules) if raw_name else ""
-        for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys"):
-            patterns += [f"{name}{key}" for key in getattr(module, attribute, None) or ()]
-    return patterns
+    return [
+        f"{name}{key}"
+        for name, module in _clean_modules(model)
+        for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys")
+        for key in getattr(module, attribute, None) or ()
+    ]
 
 
 def _kept(names: list[str], patterns: list[str]) -> str:
@@ -96,7 +116,7 @@ def _meta_twin(config: Mapping[str, Any]) -> nn.Module | None:
         import transformers
     except ImportError:
         return None
-    architectures = config.get("architectures") or [""]
+    architectures = config.get("architectures") or [_generating_class(config.get("model_type"))]
     model_class = getattr(transformers, str(architectures[0]).removeprefix("FSDP"), None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         return None
@@ -110,3 +130,15 @@ def _meta_twin(config: Mapping[str, Any]) -> nn.Module | None:
         _log.warning("%s cannot be built from its config, so no weight counts as tied: %s", model_class.__name__, error)
         return None
     return twin
+
+
+def _generating_class(model_type: object) -> str | None:
+    """Name the class that transformers generates with for a model type: the one that has the head that is tied."""
+    from transformers.models.auto import modeling_auto
+
+    # The causal one last: of a model with an encoder it is the decoder alone.
+    for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
+        names: Mapping[object, object] = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
+        if model_type in names:
+            return str(names[model_type])
+    return None

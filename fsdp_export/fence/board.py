@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch.distributed.distributed_c10d import Store
 
@@ -97,6 +98,19 @@ class Board:
             ) from error
 
 
+# Kept as long as the store: to connect anew to one whose host died takes torch 300 s, what is connected knows at once.
+_connected: WeakKeyDictionary[Store, dict[str, tuple[Board, Board]]] = WeakKeyDictionary()
+
+
+def _boards(store: Store, prefix: str) -> tuple[Board, Board]:
+    """Return two boards for the same keys, with a connection each, so that no beat waits for the other thread."""
+    boards = _connected.setdefault(store, {})
+    if prefix not in boards:
+        Board(store).has_all([prefix])
+        boards[prefix] = Board(connect(store, prefix)), Board(connect(store, prefix))
+    return boards[prefix]
+
+
 class Link:
     """What connects this rank with the others, from one operation to the next."""
 
@@ -105,9 +119,7 @@ class Link:
         self.roster = Roster(tuple(ranks))
         self.index = index
         self.timeout = timeout
-        # A connection each, so that no beat waits for the other thread.
-        self.board = Board(connect(store, prefix))
-        self.heartbeat_board = Board(connect(store, prefix))
+        self.board, self.heartbeat_board = _boards(store, prefix)
         self.leftovers: list[str] = []
 
     def next_number(self, what: str) -> int:

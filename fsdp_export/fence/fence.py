@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 
 from torch.distributed.distributed_c10d import Store
@@ -12,6 +11,7 @@ from ..compat import default_store
 from ..errors import UsageError
 from .board import Link
 from .operation import Operation, SharedOperation
+from .verdict import Roster
 
 __all__ = ["Fence"]
 
@@ -36,11 +36,12 @@ class Fence:
 
     def __init__(self, ranks: Sequence[int], rank: int, *, store: Store | None = None, timeout: float = 600.0) -> None:
         if rank not in ranks:
-            raise UsageError("this process takes no part", expected=f"one of ranks {ranks}", found=f"rank {rank}")
+            everyone = Roster(ranks).name(range(len(ranks)))
+            raise UsageError("this process takes no part", expected=f"one of {everyone}", found=f"rank {rank}")
         self.index = ranks.index(rank)
         self.size = len(ranks)
         self.is_lead = self.index == 0
-        self._is_busy = threading.Lock()
+        self._is_busy = False
         self._link = None
         if self.size > 1:
             self._link = Link(ranks, self.index, default_store() if store is None else store, timeout)
@@ -63,9 +64,10 @@ class Fence:
             DisagreementError: The ranks call different things.
             UsageError: This process is within an operation of this fence already.
         """
-        if not self._is_busy.acquire(blocking=False):
+        if self._is_busy:
             raise UsageError(f"{what} was called within another export of the same ranks", fix="Finish that one first")
         try:
+            self._is_busy = True
             if self._link is None:
                 yield Operation()
                 return
@@ -77,4 +79,4 @@ class Fence:
                 except BaseException as error:  # noqa: BLE001 - it is raised again, once the other ranks know of it
                     operation.fail(error)
         finally:
-            self._is_busy.release()
+            self._is_busy = False

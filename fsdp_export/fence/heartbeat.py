@@ -45,7 +45,7 @@ class Heartbeat(threading.Thread):
         self._board = board
         self._number = number
         self._index = index
-        self._watched = tuple(watched)
+        self._watched = frozenset(watched)
         self._num_beats = 0
         self._seen: dict[int, tuple[int | None, int]] = {}
         self._owner = threading.current_thread()
@@ -84,10 +84,10 @@ class Heartbeat(threading.Thread):
             self.failure = Report(*report)
 
     def _watch(self) -> None:
-        for index in self._watched:
+        for index in self._watched.difference(self.dead):
             beat = self._board.read(f"{self._number}/beat/{index}")
-            has_called = index == 0 or beat is not None
-            if not has_called or index in self.dead:
+            if beat is None and index:
+                # It has not called yet; rank 0 has, or there would be no operation.
                 continue
             last, silence = self._seen.get(index, (None, 0))
             silence = silence + 1 if beat == last else 0

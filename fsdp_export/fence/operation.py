@@ -13,7 +13,7 @@ from ..errors import DisagreementError, ExportError, RankError
 from . import heartbeat
 from .board import Absence, Link, poll
 from .heartbeat import Heartbeat
-from .verdict import SILENT, Report, to_error
+from .verdict import Report, to_error
 
 __all__ = ["Operation", "SharedOperation"]
 
@@ -257,11 +257,9 @@ class SharedOperation(Operation):
         )
 
     def _failures(self, reports: Iterable[Report]) -> list[Report]:
-        """Return one report of every rank that failed; that it fell silent counts only if nothing else is known."""
-        known = [*self._heartbeat.dead.values(), *reports]
-        if self._heartbeat.failure is not None:
-            known.append(self._heartbeat.failure)
-        known.sort(key=lambda report: report.kind != SILENT)
+        """Return one report of every rank that failed: rather what it said itself than that it fell silent."""
+        failure = self._heartbeat.failure
+        known = [*self._heartbeat.dead.values(), *([failure] if failure is not None else []), *reports]
         return list({report.position: report for report in known if report.is_error}.values())
 
     def _await_others(self) -> bool:

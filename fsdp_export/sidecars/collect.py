@@ -112,8 +112,8 @@ def from_folder(
 ) -> Sidecars:
     """Decide on the sidecars of a checkpoint on disk.
 
-    Each kind (config, generation config, tokenizer, processor) is taken from the nearest place that has it: the
-    folder, a folder above it, a `huggingface/` folder in one of these, then the base model.
+    Each kind (config, generation config, tokenizer, processor) is taken whole from the first place that has it: the
+    base model, since it was named; the folder; a folder above it, or a `huggingface/` folder in one of these.
 
     Args:
         folder: The checkpoint.
@@ -128,7 +128,7 @@ def from_folder(
     places = search_folders(folder) if folder is not None else []
     if base_model is not None:
         base, warning = locate_base(base_model)
-        places.append(base)
+        places.insert(0, base)
         sidecars.warnings += [warning] if warning else []
     _add_found_config(sidecars, places)
     _add_first(sidecars, places, lambda place: find(place, GENERATION_CONFIG))
@@ -293,7 +293,7 @@ def _add_first(sidecars: Sidecars, places: Sequence[Path], find_files: Callable[
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_bytes().decode())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise SourceError("a config that cannot be read", file=path, expected="JSON", found=reason) from error
     if not isinstance(config, dict):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from ..plan import Piece, Plan
 
 __all__ = ["Delivery", "MemorySink", "Sink"]
@@ -54,8 +56,9 @@ class Sink:
     def write(self, piece: Piece) -> None:
         """Take a piece. Called on every rank that has one.
 
-        The tensor must not be changed, and must be copied if it is needed after this returns, unless it was read on
-        a device stream: such reads are waited for before the memory is used again.
+        With delivery `"everyone"` the tensor is yours to keep; call `record_stream` on it if you read it on another
+        stream than the current one. With `"once"` it may be the module's own memory: do not change it, and copy it if
+        it is needed after this returns.
         """
         raise NotImplementedError
 
@@ -66,19 +69,20 @@ class Sink:
         """Make the update current. Called on the first rank only, once every rank has closed."""
 
     def abort(self) -> None:
-        """Undo as far as possible. Called on every rank, in any state; must not raise."""
+        """Undo as far as possible. Called on every rank, in any state, also after `commit`; must not raise."""
 
 
 class MemorySink(Sink):
     """Keeps full tensors in host memory: the smallest sink there is, and a handy one in tests.
 
     Attributes:
-        tensors: Name to tensor, on the CPU, of the last committed export; every rank has all of them.
+        tensors: Name to tensor, on the CPU, of the last export that this rank received whole; every rank has all of
+            them, and keeps them if another rank fails after that.
     """
 
     def __init__(self) -> None:
-        self.tensors: dict[str, object] = {}
-        self._pending: dict[str, object] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._pending: dict[str, torch.Tensor] = {}
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Forget what an export that failed left."""

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from .. import __version__
 from ..errors import SinkError
 from ..layout import FileLayout, lay_out
 from ..plan import Piece, Plan
 from ..publish import MARKER, Publication
+from ..version import __version__
 from .base import Delivery, Sink
 from .ring import PinnedRing
 from .writeback import Writeback
 
-__all__ = ["FileSink", "single_file"]
+__all__ = ["FileSink", "single_file", "write_text"]
+
+_WAYS_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or write elsewhere"),
+    errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or choose a smaller max_shard_size",
+}
+
+_log = logging.getLogger("fsdp_export")
 
 
 def single_file(plan: Plan) -> list[FileLayout]:
@@ -56,6 +66,7 @@ class FileSink(Sink):
         fsync: bool = True,
     ) -> None:
         self.folder = folder
+        self._root = folder.absolute()  # the current folder may change during an export
         self.layouts: list[FileLayout] = []
         self.removed: list[str] = []
         self.written: dict[str, int] = {}
@@ -65,8 +76,9 @@ class FileSink(Sink):
         self._plan: Plan | None = None
         self._publication: Publication | None = None
         self._staging: Path | None = None
+        self._staging_descriptor = -1
         self._file_of: dict[str, FileLayout] = {}
-        self._files: dict[str, int] = {}
+        self._files: dict[Path, int] = {}
         self._ring: PinnedRing | None = None
         self._writeback = Writeback(is_on=fsync)
 
@@ -77,33 +89,38 @@ class FileSink(Sink):
             SinkError: The folder cannot be used, or has too little space.
         """
         layouts = self._lay_out_files(plan)
-        self._publication = Publication.begin(self.folder, overwrite=self._overwrite, fsync=self.fsync)
-        _check_free_space(self.folder, sum(layout.num_bytes for layout in layouts))
+        self._publication = Publication.begin(self._root, overwrite=self._overwrite, fsync=self.fsync)
+        if self._publication.recovered:
+            _log.warning("%s: %s", self.folder, self._publication.recovered)
+        _check_free_space(self._root, sum(layout.num_bytes for layout in layouts))
         for layout in layouts:
             path = self._publication.staging / layout.name
-            try:
-                with path.open("xb") as file:
-                    file.write(layout.header)
-                    file.truncate(layout.num_bytes)
-            except OSError as error:
-                raise _write_error(error, path, len(layout.header)) from error
-        return json.dumps([str(self._publication.staging), self._publication.token])
+            with _write_errors(path, layout.num_bytes), path.open("xb") as file:
+                file.write(layout.header)
+                file.truncate(layout.num_bytes)
+        return json.dumps([self._publication.staging.name, self._publication.token, _digest(layouts)])
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Look for the hidden folder; see `Sink.open`.
 
         Raises:
-            SinkError: This rank does not see it.
+            SinkError: This rank does not see it, or would lay out its files differently.
         """
-        self._staging = self.folder / Path(json.loads(ticket)[0]).name
-        token = self._staging / "token"
-        if not token.is_file() or token.read_text() != json.loads(ticket)[1]:
+        name, token, digest = json.loads(ticket)
+        self._staging = self._root / name
+        if not self._sees(token):
             raise SinkError(
                 f"{socket.gethostname()} does not see the folder that rank {plan.ranks[0]} made",
                 file=self.folder,
                 fix="Write to a folder that all hosts share",
             )
         self._plan, self.layouts = plan, self._lay_out_files(plan)
+        if _digest(self.layouts) != digest:
+            raise SinkError(
+                "the ranks lay out the files differently",
+                file=self.folder,
+                fix="Give every rank the same format and max_shard_size",
+            )
         self._file_of = {name: layout for layout in self.layouts for name in layout.offsets}
 
     def write(self, piece: Piece) -> None:
@@ -118,10 +135,8 @@ class FileSink(Sink):
         if tensor.numel() == 0:
             return
         path, file = self._open_file(layout.name)
-        try:
+        with _write_errors(path):
             self._writeback.wrote(file, tensor.nbytes)
-        except OSError as error:
-            raise _write_error(error, path, 0) from error
 
         def write(data: memoryview, at: int) -> None:
             _write_all(file, path, data, at)
@@ -134,28 +149,31 @@ class FileSink(Sink):
         self._ring.write(tensor, offset, write)
 
     def close(self) -> None:
-        """Wait for the bytes of this rank; see `Sink.close`."""
+        """Wait for the bytes of this rank; see `Sink.close`.
+
+        Raises:
+            SinkError: A file cannot be written.
+        """
         if self._ring is not None:
             self._ring.wait()
-        assert self._staging is not None
-        for name, file in self._files.items():
-            try:
+        for path, file in self._files.items():
+            with _write_errors(path):
                 self._writeback.finish(file)
-            except OSError as error:
-                raise _write_error(error, self._staging / name, 0) from error
         self._release()
 
     def commit(self) -> None:
-        """Add the other files and publish; see `Sink.commit`."""
+        """Add the other files and publish; see `Sink.commit`.
+
+        Raises:
+            SinkError: A file that must be there cannot be written, or the folder not be changed.
+        """
         assert self._publication is not None
         assert self._plan is not None
         staging = self._publication.staging
         names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
         sizes = {name: (staging / name).stat().st_size for name in names}
         record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
-        with (staging / MARKER).open("x") as file:
-            json.dump(record, file, indent=2)
-            file.write("\n")
+        write_text(staging / MARKER, json.dumps(record, indent=2) + "\n")
         self.removed = self._publication.publish([*names, MARKER])
         self.written = sizes
         self._publication = None
@@ -169,51 +187,96 @@ class FileSink(Sink):
 
         Returns:
             The names of the files, relative to `staging`.
+
+        Raises:
+            SinkError: One that must be there cannot be written.
         """
         return []
 
     def abort(self) -> None:
         """Remove the hidden folder; see `Sink.abort`."""
-        self._release()
+        with suppress(SinkError):
+            self._release()
         if self._publication is not None:
             self._publication.abort()
             self._publication = None
 
+    def _sees(self, token: str) -> bool:
+        """Open the hidden folder, and tell whether it is the one with this token.
+
+        Files are opened relative to it: a rank that outlives the first one never writes into a later export's folder,
+        which has the same name.
+        """
+        assert self._staging is not None
+        try:
+            self._staging_descriptor = os.open(self._staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            return (self._staging / "token").read_text() == token
+        except OSError:
+            return False
+
     def _open_file(self, name: str) -> tuple[Path, int]:
         assert self._staging is not None
         path = self._staging / name
-        if name not in self._files:
-            self._files[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-        return path, self._files[name]
+        if path not in self._files:
+            with _write_errors(path):
+                flags = os.O_WRONLY | os.O_CLOEXEC
+                self._files[path] = os.open(name, flags, dir_fd=self._staging_descriptor)
+        return path, self._files[path]
 
     def _release(self) -> None:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
         self._writeback.close()
-        for file in self._files.values():
-            os.close(file)
-        self._files.clear()
+        if self._staging_descriptor >= 0:
+            os.close(self._staging_descriptor)
+            self._staging_descriptor = -1
+        with ExitStack() as stack:
+            while self._files:
+                path, file = self._files.popitem()
+                # Some network file systems tell only now what could not be written.
+                stack.enter_context(_write_errors(path))
+                stack.callback(os.close, file)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file that the checkpoint cannot do without.
+
+    Args:
+        path: Where to, in the hidden folder.
+        text: Its content.
+
+    Raises:
+        SinkError: It cannot be written.
+    """
+    data = text.encode()
+    with _write_errors(path, len(data)), path.open("xb") as file:
+        file.write(data)
+
+
+def _digest(layouts: Iterable[FileLayout]) -> str:
+    return hashlib.sha256(b"".join(layout.header for layout in layouts)).hexdigest()
 
 
 def _write_all(file: int, path: Path, data: memoryview, offset: int) -> None:
     begin = 0
     while begin < len(data):
-        try:
+        with _write_errors(path, len(data) - begin):
             begin += os.pwrite(file, data[begin:], offset + begin)
-        except OSError as error:
-            raise _write_error(error, path, len(data) - begin) from error
 
 
-def _write_error(error: OSError, path: Path, num_bytes: int) -> SinkError:
-    what = f"write {num_bytes:,} bytes" if num_bytes else "bring it to the disk"
-    out_of_space = error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-    return SinkError(
-        f"cannot {what} ({error.strerror})",
-        file=path.parent.parent / path.name,
-        fix=("Free some space, or write elsewhere" if out_of_space else "Write elsewhere")
-        + "; an earlier export there is intact",
-    )
+@contextmanager
+def _write_errors(path: Path, num_bytes: int | None = None) -> Iterator[None]:
+    """Turn errors of the file system into ours, which name the file that one of the hidden folder was to become."""
+    try:
+        yield
+    except OSError as error:
+        what = "bring it to the disk" if num_bytes is None else f"write {num_bytes:,} bytes"
+        raise SinkError(
+            f"cannot {what} ({error.strerror})",
+            file=path.parent.parent / path.name,
+            fix=f"{_WAYS_OUT.get(error.errno or 0, 'Write elsewhere')}; an earlier export there is intact",
+        ) from error
 
 
 def _check_free_space(folder: Path, num_bytes: int) -> None:

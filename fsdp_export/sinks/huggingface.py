@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,12 +17,13 @@ from ..layout import FileLayout, split_into_files
 from ..plan import Plan
 from ..sidecars.collect import Sidecars, fit_config, write
 from ..table import human_bytes, summary
-from .files import FileSink, single_file
+from .files import FileSink, single_file, write_text
 
 __all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
 
 _log = logging.getLogger("fsdp_export")
 _INDEX = "model.safetensors.index.json"
+_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*[KMGT]B|0*[1-9]\d{0,18}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,9 @@ def folder_layouts(
     """
     if format not in {"auto", "hf", "safetensors"}:
         raise UsageError("no such format", expected="auto, hf or safetensors", found=format)
+    if not _SIZE.fullmatch(str(max_shard_size)) or isinstance(max_shard_size, (bool, float)):
+        fix = "Give bytes, or a number with KB, MB, GB or TB (decimal)"
+        raise UsageError("a shard size that cannot be read", found=repr(max_shard_size), fix=fix)
     if format == "safetensors" or (format == "auto" and not has_config):
         return single_file
     return partial(_split, max_shard_size=max_shard_size)
@@ -161,7 +166,7 @@ class HuggingFaceSink(FileSink):
         names = write(self._sidecars, staging, fsync=self.fsync)
         if len(self.layouts) > 1:
             text = json.dumps(_index(plan, self.layouts), indent=2, sort_keys=True) + "\n"
-            (staging / _INDEX).write_text(text)
+            write_text(staging / _INDEX, text)
             names.append(_INDEX)
         return names
 
@@ -181,11 +186,7 @@ class HuggingFaceSink(FileSink):
 
 
 def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
-    try:
-        return split_into_files(plan.outputs, max_shard_size)
-    except ValueError as error:
-        fix = "Give bytes, or a number with KB, MB or GB"
-        raise UsageError("a shard size that cannot be read", found=repr(max_shard_size), fix=fix) from error
+    return split_into_files(plan.outputs, max_shard_size)
 
 
 def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:

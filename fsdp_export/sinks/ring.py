@@ -68,8 +68,8 @@ class PinnedRing:
             future.result()
 
     def close(self) -> None:
-        """Stop the threads and drop the memory. What is still queued is written or fails unheard."""
-        self._threads.shutdown(wait=True)
+        """Stop the threads and drop the memory, and what is still queued."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _drain(self, slot: torch.Tensor, num_bytes: int, event: torch.Event, offset: int, write: Write) -> None:
         try:

@@ -40,6 +40,10 @@ class Source(Protocol):
         """Look again for what may have changed since the last walk. Called before every walk."""
         ...
 
+    def close(self) -> None:
+        """Let go of memory and files. Called after every walk."""
+        ...
+
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Return this rank's block of rows `first` to before `stop` of a tensor.
 

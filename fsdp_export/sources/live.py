@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -39,15 +40,10 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
             fix = "Wrap the model with fully_shard (FSDP2) instead"
             raise SourceError("an FSDP1 module, whose shards are flat", name=name or type(model).__name__, fix=fix)
-    ddp_modules = [
-        name
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, DistributedDataParallel)
-    ]
+    ddp_modules = _ddp_modules(model)
     tensors: dict[str, torch.Tensor] = {}
     for raw_name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
-            _log.warning("%s is not a tensor and is not exported", raw_name)
             continue
         name = strip_wrappers(raw_name, ddp_modules)
         if name in tensors:
@@ -59,7 +55,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
     """Return the global ranks that hold a module, ascending, and this process's rank. Local.
 
-    They are the ranks of its mesh, else of its DDP group, else of the default group.
+    They are the ranks of its largest mesh, else of its DDP group, else of the default group.
 
     Raises:
         SourceError: As `named_tensors`.
@@ -67,23 +63,34 @@ def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
     if not dist.is_initialized():
         return (0,), 0
     rank = dist.get_rank()
-    for tensor in named_tensors(model).values():
-        if isinstance(tensor, DTensor):
-            return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist())), rank
+    mesh = _largest_mesh(named_tensors(model).values())
+    if mesh is not None:
+        return tuple(sorted(mesh.mesh.flatten().tolist())), rank
     ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
     return tuple(sorted(dist.get_process_group_ranks(ddp.process_group if ddp is not None else None))), rank
 
 
+def _largest_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:
+    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    return max(meshes, key=lambda mesh: mesh.mesh.numel(), default=None)
+
+
+def _ddp_modules(model: nn.Module) -> list[str]:
+    modules = model.named_modules(remove_duplicate=False)
+    return [name for name, module in modules if isinstance(module, DistributedDataParallel)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor: how it lies on the ranks, and the block this rank holds."""
+    """A tensor: how it lies on the ranks, the block this rank holds, and whether nothing keeps its copies equal."""
 
     spec: TensorSpec
     local: torch.Tensor
+    is_copy: bool
 
 
 class LiveSource:
-    """The parameters and persistent buffers of a module, read where they are.
+    """The parameters and persistent buffers of a module, read where they are between `refresh` and `close`.
 
     Values alias the module's memory: what an optimizer step changes during an export changes the export.
 
@@ -113,19 +120,24 @@ class LiveSource:
         device: torch.device | None = None,
     ) -> None:
         self._model, self._values, self._aliases = model, state_dict, dict(aliases or {})
-        self._meshes: dict[DeviceMesh, Mesh] = {}
+        self._is_warned = False
+        self._meshes: dict[DeviceMesh, tuple[Mesh, tuple[int, ...]]] = {}
+        self._device_mesh: DeviceMesh | None
         self._groups: dict[tuple[Mesh, int], dist.ProcessGroup] = {}
         self.groups: Groups = self._groups
-        tensors = self._tensors()
-        device_mesh = next((value.device_mesh for value in tensors.values() if isinstance(value, DTensor)), None)
         self.ranks, self.rank = find_ranks(model)
-        self._entries = self._read(tensors)
-        self.specs = tuple(entry.spec for entry in self._entries.values())
-        self.copies = tuple(
-            spec for spec in self.specs if len(self.ranks) > 1 and not isinstance(tensors[spec.name], DTensor)
-        )
-        self.device = device or _device(device_mesh, self._entries)
-        where = f"sharded over {device_mesh.device_type} mesh {self._mesh_of(device_mesh)}" if device_mesh else "whole"
+        self._entries: dict[str, _Entry] = {}
+        entries = self._read()
+        self.specs = tuple(entry.spec for entry in entries.values())
+        self.copies = tuple(entry.spec for entry in entries.values() if entry.is_copy)
+        others = [
+            name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, torch.Tensor)
+        ]
+        if others:
+            _log.warning("not tensors, and not exported: %s", listing(others))
+        device_mesh = self._device_mesh
+        self.device = device or _device(device_mesh, entries)
+        where = "whole" if device_mesh is None else f"on {device_mesh.device_type} mesh {self._on_mesh(device_mesh)[0]}"
         name = type(model).__name__.removeprefix("FSDP")
         self.description = f"live {name}, {len(self.specs):,} tensors, {where}"
 
@@ -133,14 +145,18 @@ class LiveSource:
         """Read the module anew: its tensors may have been replaced since.
 
         Raises:
-            SourceError: Names, shapes, dtypes or shardings are not those that were planned.
+            SourceError: Names, shapes, dtypes, shardings or ties are not those that were planned.
         """
-        entries = self._read(self._tensors())
+        entries = self._read()
         changed = {entry.spec for entry in entries.values()} ^ set(self.specs)
         if changed:
             names = listing({spec.name for spec in changed})
             raise SourceError(f"the module is not the one that was planned: {names} changed", fix="Make a new Exporter")
         self._entries = entries
+
+    def close(self) -> None:
+        """Forget the module's memory, which may be freed now: training often moves it away between two walks."""
+        self._entries = {}
 
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Return rows of this rank's block, without copying; see `Source.rows`."""
@@ -150,50 +166,91 @@ class LiveSource:
         begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
+    def _read(self) -> dict[str, _Entry]:
         own = named_tensors(self._model)
-        if self._values is not None:
-            own = _replace(own, self._values, self._aliases)
-        return {name: value for name, value in own.items() if name not in self._aliases}
+        self._device_mesh = _largest_mesh(own.values())
+        for alias, name in self._aliases.items():
+            if own.pop(alias, None) is not own.get(name):
+                what = f"the module is not the one that was planned: {alias} is not tied to {name} any more"
+                raise SourceError(what, fix="Make a new Exporter")
+        values = own if self._values is None else self._replaced(own, self._values)
+        buffers = {name for name, value in own.items() if not isinstance(value, nn.Parameter)}
+        return {name: self._entry(name, value, is_buffer=name in buffers) for name, value in values.items()}
 
-    def _read(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, _Entry]:
-        return {name: self._entry(name, value) for name, value in tensors.items()}
+    def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Put given values in the place of the module's own."""
+        given: dict[str, object] = {}
+        ddp_modules = _ddp_modules(self._model)
+        for raw_name, value in values.items():
+            name = strip_wrappers(raw_name, ddp_modules)
+            if name in given:
+                raise UsageError("two names in state_dict become one", name=name, found=raw_name)
+            given[name] = value
+        for alias, name in self._aliases.items():
+            if alias in given:
+                given.setdefault(name, given.pop(alias))
+        unused = given.keys() - own.keys()
+        if unused and not self._is_warned:
+            self._is_warned = True
+            _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
+        return {name: _replacement(name, tensor, given.get(name)) for name, tensor in own.items()}
 
-    def _entry(self, name: str, value: torch.Tensor) -> _Entry:
+    def _entry(self, name: str, value: torch.Tensor, *, is_buffer: bool) -> _Entry:
         if is_lazy(value):
             raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
         with torch.no_grad():
             local = (value.to_local() if isinstance(value, DTensor) else value).detach()
         _check_readable(name, local)
+        local = local.resolve_conj().resolve_neg()
+        sharding = Sharding.replicated(self.ranks)
+        is_copy = len(self.ranks) > 1
         if isinstance(value, DTensor):
-            sharding = Sharding.from_placements(self._mesh_of(value.device_mesh, name), value.placements, name)
-        else:
-            sharding = Sharding.replicated(self.ranks)
-        spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, not isinstance(value, nn.Parameter))
+            mesh, axes = self._on_mesh(value.device_mesh, name)
+            placements = dict(zip(axes, value.placements, strict=True))
+            everywhere = [placements.get(axis, Replicate()) for axis in range(len(mesh.shape))]
+            sharding = Sharding.from_placements(mesh, everywhere, name)
+            is_copy = len(axes) < len(mesh.shape)
+        spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, is_buffer)
         box = sharding.box(spec.shape, self.rank)
+        if spec.num_bytes == 0:  # of these FSDP2 keeps a shard of another shape
+            local = local.new_empty(box.shape)
         if box.shape != tuple(local.shape):
             raise SourceError(
                 "a local tensor of another shape", name=name, expected=box.shape, found=tuple(local.shape)
             )
-        return _Entry(spec, local)
+        return _Entry(spec, local, is_copy)
 
-    def _mesh_of(self, device_mesh: DeviceMesh, name: str | None = None) -> Mesh:
-        mesh = self._meshes.get(device_mesh)
-        if mesh is None:
+    def _on_mesh(self, device_mesh: DeviceMesh, name: str | None = None) -> tuple[Mesh, tuple[int, ...]]:
+        """Return a mesh of all ranks, and which of its axes are those of a device mesh.
+
+        Under FSDP + TP, what TP leaves alone lies on the FSDP axis only, with a copy on every rank of the TP axis.
+        """
+        found = self._meshes.get(device_mesh)
+        if found is None:
             mesh = _ordered_mesh(device_mesh, name)
-            if set(mesh.ranks) != set(self.ranks):
-                raise SourceError(
-                    "a mesh that does not have all ranks of the export",
-                    name=name,
-                    expected=f"ranks {listing(self.ranks)}",
-                    found=f"ranks {listing(mesh.ranks)}",
-                    fix="Export modules with different meshes (pipeline stages, say) one by one",
-                )
-            self._meshes[device_mesh] = mesh
-            for axis, size in enumerate(mesh.shape):
-                if size > 1:
-                    self._groups[mesh, axis] = device_mesh.get_group(axis)
-        return mesh
+            if set(mesh.ranks) == set(self.ranks):
+                found = mesh, tuple(range(len(mesh.shape)))
+                for axis, size in enumerate(mesh.shape):
+                    if size > 1:
+                        self._groups[mesh, axis] = device_mesh.get_group(axis)
+            else:
+                found = self._within_largest(mesh, name)
+            self._meshes[device_mesh] = found
+        return found
+
+    def _within_largest(self, mesh: Mesh, name: str | None) -> tuple[Mesh, tuple[int, ...]]:
+        if self._device_mesh is not None and self.rank in mesh.ranks:
+            whole, _ = self._on_mesh(self._device_mesh, name)
+            for axes in combinations(range(len(whole.shape)), len(mesh.shape)):
+                if whole.along(axes, self.rank) == mesh:
+                    return whole, axes
+        raise SourceError(
+            "a mesh that does not have all ranks of the export",
+            name=name,
+            expected=f"ranks {listing(self.ranks)}",
+            found=f"ranks {listing(mesh.ranks)}",
+            fix="Export modules with different meshes (pipeline stages, say) one by one",
+        )
 
 
 def _ordered_mesh(device_mesh: DeviceMesh, name: str | None) -> Mesh:
@@ -217,45 +274,24 @@ def _ordered_mesh(device_mesh: DeviceMesh, name: str | None) -> Mesh:
     return Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape))
 
 
-def _replace(
-    own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], aliases: Mapping[str, str]
-) -> dict[str, torch.Tensor]:
-    """Put given values in the place of a module's own."""
-    given = {strip_wrappers(name): value for name, value in values.items()}
-    for alias, name in aliases.items():
-        if name not in given and alias in given:
-            given[name] = given[alias]
-    replaced = {}
-    for name, tensor in own.items():
-        if name in aliases:
-            continue
-        if name not in given:
-            raise UsageError("no value in state_dict", name=name, fix="Give a value for every name of the module")
-        replaced[name] = _replacement(name, tensor, given[name])
-    unused = given.keys() - replaced.keys() - aliases.keys()
-    if unused:
-        _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
-    return replaced
-
-
-def _replacement(name: str, own: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
+    if value is None:
+        raise UsageError("no value in state_dict", name=name, fix="Give a value for every name of the module")
+    if not isinstance(value, torch.Tensor):
+        raise UsageError("no tensor in state_dict", name=name, found=type(value).__name__)
+    expected = own.shape
     if isinstance(own, DTensor) and not isinstance(value, DTensor):
         with torch.no_grad():
             expected = own.to_local().shape
-        if value.shape == expected:
-            with torch.no_grad():
-                value = DTensor.from_local(
-                    value, own.device_mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride()
+            if value.shape == expected:
+                mesh, placements = own.device_mesh, own.placements
+                return DTensor.from_local(
+                    value, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
                 )
-            return nn.Parameter(value, requires_grad=False) if isinstance(own, nn.Parameter) else value
-    else:
-        expected = own.shape
     if value.shape != expected:
-        raise UsageError(
-            "a value of another shape in state_dict", name=name, expected=tuple(expected), found=tuple(value.shape)
-        )
-    is_parameter = isinstance(own, nn.Parameter) and not isinstance(value, nn.Parameter)
-    return nn.Parameter(value.detach(), requires_grad=False) if is_parameter else value
+        what = "a value of another shape in state_dict"
+        raise UsageError(what, name=name, expected=tuple(expected), found=tuple(value.shape))
+    return value
 
 
 def _check_readable(name: str, local: torch.Tensor) -> None:

@@ -109,7 +109,7 @@ class StoredSource:
         """Do nothing: what was saved does not change."""
 
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
-        """Read rows of a tensor into new memory on the CPU; see `Source.rows`."""
+        """Read rows of a tensor into new memory on the source's device; see `Source.rows`."""
         tensor = self._tensors[spec.name]
         result = torch.empty((stop - first, *tensor.shape[1:]) if tensor.shape else (), dtype=tensor.dtype)
         for chunk in tensor.chunks:
@@ -119,7 +119,7 @@ class StoredSource:
                 columns = tuple(map(slice, chunk.box.start[1:], chunk.box.stop[1:]))
                 target = result[(slice(low - first, high - first), *columns)] if tensor.shape else result
                 self._read(tensor, chunk, low - begin, target)
-        return result
+        return result.to(self.device)
 
     def _read(self, tensor: StoredTensor, chunk: Chunk, first: int, target: torch.Tensor) -> None:
         files, stored = self._locate(tensor, chunk.box, chunk.place)

@@ -94,7 +94,10 @@ class Survey:
     def _look_into(self, folder: Path) -> list[Path]:
         """Note what a folder is, and return the folders in it that are still to be looked into."""
         # Links may lead round in circles.
-        real_path = os.path.realpath(folder)
+        try:
+            real_path = os.path.realpath(folder)
+        except OSError:  # it went away meanwhile
+            return []
         if real_path in self._seen or self._num_folders >= _MAX_FOLDERS:
             return []
         self._seen.add(real_path)

@@ -160,7 +160,10 @@ def test_wrappers_do_not_hide_what_a_class_declares() -> None:
         pytest.param({}, {"lm_head.weight": "model.embed_tokens.weight"}, id="default-of-the-class"),
         pytest.param({"architectures": ["NobodysForCausalLM"]}, {}, id="unknown-class"),
         pytest.param({"architectures": ["torch"]}, {}, id="no-class"),
-        pytest.param({"architectures": None}, {}, id="no-architectures"),
+        pytest.param({"architectures": None}, {"lm_head.weight": "model.embed_tokens.weight"}, id="no-architectures"),
+        pytest.param({"architectures": [], "tie_word_embeddings": False}, {}, id="no-architectures-untied"),
+        pytest.param({"architectures": None, "model_type": "nobodys"}, {}, id="unknown-model-type"),
+        pytest.param({"architectures": None, "model_type": None}, {}, id="no-model-type"),
         pytest.param({"num_attention_heads": "many"}, {}, id="config-that-no-class-takes"),
     ],
 )
@@ -168,6 +171,16 @@ def test_declared_aliases_of_a_config(config: dict[str, object], expected: dict[
     given = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 8, **DECODER, **config}
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
     assert declared_aliases(given, names) == expected
+
+
+@pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "gpt2", "t5", "bart"])
+def test_a_config_that_was_built_in_code_declares_the_same(kind: str) -> None:
+    """`config.save_pretrained`, unlike the model's, writes no `architectures` for a config that no model has saved."""
+    model = MODELS[kind]()
+    named = model.state_dict(keep_vars=True)
+    config = json.loads(model.config.to_json_string(use_diff=True))
+    assert not config.get("architectures")
+    assert declared_aliases(config, named) == find_aliases(named, model)
 
 
 def test_declared_aliases_are_those_of_which_both_names_exist() -> None:

@@ -9,6 +9,6 @@ from fsdp_export.fence import board, heartbeat, operation
 def _hasty_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten what takes seconds; forked ranks inherit it."""
     monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.05)
-    monkeypatch.setattr(heartbeat, "SILENT_BEATS", 20)
-    monkeypatch.setattr(operation, "PATIENCE_SECONDS", 2.0)
-    monkeypatch.setattr(board, "WARNING_SECONDS", 0.5)
+    monkeypatch.setattr(heartbeat, "SILENT_BEATS", 16)
+    monkeypatch.setattr(operation, "PATIENCE_SECONDS", 1.6)
+    monkeypatch.setattr(board, "WARNING_SECONDS", 0.3)

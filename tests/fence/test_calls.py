@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import StoreKind, run_ranks
 
+from fsdp_export.compat import default_store
 from fsdp_export.errors import ExportError
 from fsdp_export.fence import Fence
 
@@ -42,7 +43,7 @@ def save(fence: Fence, what: str = "save") -> str:
         pytest.param((0,), "rank 0", id="lead"),
     ],
 )
-def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, store: Any) -> None:
+def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, store: StoreKind) -> None:
     def on_rank() -> str:
         result = save(fence_of_all(timeout=0.5)) if dist.get_rank() not in absent else "absent"
         dist.barrier()
@@ -54,7 +55,7 @@ def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, s
 
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
-def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: Any) -> None:
+def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: StoreKind) -> None:
     def on_rank() -> list[str]:
         fence = fence_of_all(timeout=0.5)
         if dist.get_rank() == 1:
@@ -65,6 +66,22 @@ def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: Any) -> N
 
     text = "RankError: save must be called on every rank, but rank 1 did not call it within 0.5 s"
     assert run_ranks(on_rank, 3, store=store) == [[text, "0,1,2", "0,1,2"]] * 3
+
+
+def test_keys_of_calls_in_vain_are_deleted_later() -> None:
+    def on_rank() -> list[int]:
+        fence = fence_of_all(timeout=0.2)
+        counts = []
+        for _ in range(3):
+            if dist.get_rank() == 1:
+                time.sleep(0.4)
+            assert save(fence).startswith("RankError")
+            dist.barrier()
+            assert save(fence) == "0,1"
+            counts.append(default_store().num_keys())
+        return counts
+
+    assert len(set(run_ranks(on_rank, 2, store="tcp")[0])) == 1
 
 
 def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
@@ -82,13 +99,13 @@ def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
 
 def test_a_lead_that_went_on_is_met_at_its_newest_call() -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=1.0 if dist.get_rank() == 0 else 60.0)
+        fence = fence_of_all(timeout=0.7 if dist.get_rank() == 0 else 60.0)
         if dist.get_rank() == 1:
-            time.sleep(1.5)
+            time.sleep(1)
             return [save(fence), save(fence)]
         return [save(fence), save(fence), save(fence)]
 
-    text = "RankError: save must be called on every rank, but rank 1 did not call it within 1 s"
+    text = "RankError: save must be called on every rank, but rank 1 did not call it within 0.7 s"
     assert run_ranks(on_rank, 2) == [[text, "0,1", "0,1"], ["0,1", "0,1"]]
 
 
@@ -123,7 +140,7 @@ def test_waiting_is_logged_once() -> None:
         fence = fence_of_all()
         for late in (0, 1):
             if dist.get_rank() == late:
-                time.sleep(1)
+                time.sleep(0.7)
             assert save(fence) == "0,1,2"
         return messages
 

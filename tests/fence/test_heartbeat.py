@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import StoreKind, run_ranks
 
 from fsdp_export.errors import RankError
-from fsdp_export.fence import Fence, Operation
+from fsdp_export.fence import Fence, Operation, heartbeat
+from fsdp_export.fence.board import Board
 
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).parents[2]
@@ -56,13 +57,12 @@ def meet(operation: Operation) -> None:
 
 
 WAITS = pytest.mark.parametrize("wait", [meet, wait_until_told])
-SILENT = "no sign of life for 1 s, the process died or is stuck"
+SILENT = "no sign of life for 0.8 s, the process died or is stuck"
 
 
+@pytest.mark.parametrize(("store", "killed"), [("tcp", 1), ("file", 2)], ids=["tcp-middle", "file-last"])
 @WAITS
-@pytest.mark.parametrize("killed", [1, 2], ids=["middle", "last"])
-@pytest.mark.parametrize("store", ["tcp", "file"])
-def test_a_killed_rank_is_named_on_all_others(store: Any, killed: int, wait: Any) -> None:
+def test_a_killed_rank_is_named_on_all_others(store: StoreKind, killed: int, wait: Any) -> None:
     def on_rank() -> str:
         def body(operation: Operation) -> None:
             operation.agree()
@@ -75,6 +75,43 @@ def test_a_killed_rank_is_named_on_all_others(store: Any, killed: int, wait: Any
     results = run_ranks(on_rank, 3, store=store, expect_death={killed})
     assert results.pop(killed) is None
     assert results == [f"rank {killed} ({HOST}): {SILENT}"] * 2
+
+
+def test_several_killed_ranks_are_named_together() -> None:
+    def on_rank() -> str:
+        def body(operation: Operation) -> None:
+            operation.agree()
+            if dist.get_rank() in {1, 3}:
+                die()
+            meet(operation)
+
+        return str(told(fence_of_all(), body))
+
+    text = f"ranks 1, 3 (host {HOST}): {SILENT}"
+    assert run_ranks(on_rank, 4, expect_death={1, 3}) == [text, None, text, None]
+
+
+def test_a_rank_that_says_what_happened_and_dies_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(board: Board, key: str, value: object, original: Callable[..., None] = Board.write) -> None:
+        original(board, key, value)
+        if key == "1/failed":
+            board.read(key)
+            die()
+
+    def on_rank() -> str:
+        def body(operation: Operation) -> None:
+            operation.agree()
+            if dist.get_rank() == 1:
+                raise RankError("disk full")
+            # Rank 1 is known to be dead before rank 0 asks for its report.
+            time.sleep(1.2)
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(Board, "write", write)
+        return str(told(fence_of_all(), body))
+
+    text = f"rank 1 ({HOST}): disk full"
+    assert run_ranks(on_rank, 3, expect_death={1}) == [text, None, text]
 
 
 @WAITS
@@ -145,7 +182,7 @@ def test_a_slow_rank_lives(slow: int) -> None:
         with fence_of_all(timeout=0.5).operation("save") as operation:
             operation.agree()
             if dist.get_rank() == slow:
-                time.sleep(2.5)
+                time.sleep(1.5)
             return operation.agree(str(dist.get_rank()))
 
     assert run_ranks(on_rank, 3) == [["0", "1", "2"]] * 3
@@ -160,10 +197,10 @@ def test_a_job_that_was_suspended_goes_on() -> None:
             for number in (signal.SIGSTOP, signal.SIGCONT):
                 for pid in pids[:2]:
                     os.kill(pid, number)
-                time.sleep(2)
+                time.sleep(1.5)
             return []
         with Fence((0, 1), dist.get_rank()).operation("save") as operation:
-            stop = time.monotonic() + 3.5
+            stop = time.monotonic() + 2.5
             operation.wait(lambda: time.monotonic() > stop)
             return operation.agree(str(dist.get_rank()))
 
@@ -177,7 +214,7 @@ def test_a_rank_that_was_only_stuck_raises_the_same() -> None:
         if dist.get_rank() == 2:
             time.sleep(0.5)
             os.kill(pids[1], signal.SIGSTOP)
-            time.sleep(3)
+            time.sleep(2)
             os.kill(pids[1], signal.SIGCONT)
             return ""
         return str(told(Fence((0, 1), dist.get_rank()), wait_until_told))
@@ -186,7 +223,9 @@ def test_a_rank_that_was_only_stuck_raises_the_same() -> None:
     assert run_ranks(on_rank, 3, store="file") == [text, text, ""]
 
 
-def test_a_program_that_ends_within_an_operation_ends(tmp_path: Path) -> None:
+def test_a_program_that_ends_within_an_operation_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The program beats once a second.
+    monkeypatch.setattr(heartbeat, "SILENT_BEATS", 200)
     script = textwrap.dedent(
         """
         import sys
@@ -234,36 +273,41 @@ def test_no_thread_stays_behind() -> None:
 
 
 def test_interrupts_at_any_moment_never_bring_ranks_out_of_step() -> None:
+    is_armed = False
+
     def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal is_armed
+        if is_armed:
+            is_armed = False
+            raise KeyboardInterrupt
 
     def try_once(fence: Fence, delay: float, word: str) -> str:
-        """Return rank 0's word if all came through."""
-        signal.signal(signal.SIGALRM, interrupt)
+        """Return rank 0's word if this rank got through."""
+        nonlocal is_armed
         try:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, delay)
-                with fence.operation("save") as operation:
-                    words = operation.agree(word)
-                    for number in range(3):
-                        mine = f"{number} of {dist.get_rank()}"
-                        assert operation.agree(mine) == [f"{number} of {rank}" for rank in range(3)]
-                return words[0]
-            finally:
-                signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            is_armed = True
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            with fence.operation("save") as operation:
+                words = operation.agree(word)
+                for number in range(3):
+                    values = operation.agree(f"{number} of {dist.get_rank()}")
+                    assert values == [f"{number} of {rank}" for rank in range(3)]
+            is_armed = False
         except (KeyboardInterrupt, RankError):
+            is_armed = False
             return ""
+        return words[0]
 
     def on_rank() -> int:
+        signal.signal(signal.SIGALRM, interrupt)
         fence = fence_of_all()
         chance = random.Random(dist.get_rank())
-        end = time.monotonic() + 4
-        attempts = 0
+        end = time.monotonic() + 2
+        num_tries = 0
         while True:
-            attempts += 1
-            is_over = time.monotonic() > end
-            delay = 0.0 if is_over else chance.expovariate(100)
-            if try_once(fence, delay, "stop" if time.monotonic() > end + 1 else "go") == "stop":
-                return attempts
+            num_tries += 1
+            delay = chance.expovariate(100) if time.monotonic() < end else 0.0
+            if try_once(fence, delay, "stop" if time.monotonic() > end + 1 else "go on") == "stop":
+                return num_tries
 
-    assert min(run_ranks(on_rank, 3)) > 10
+    assert min(run_ranks(on_rank, 3)) > 3

@@ -234,16 +234,33 @@ def test_what_exists_is_copied_and_what_does_not_is_listed(
     assert (sidecars.config is None) == (not has_config)
 
 
-def test_kinds_are_not_mixed_from_two_places(base: Path, tmp_path: Path) -> None:
+def test_the_base_model_that_was_named_counts_before_the_folders(base: Path, tmp_path: Path) -> None:
+    run = write_hub_folder(tmp_path / "run")
+    for name in ALL_FILES:
+        (run / name).write_text('{"model_type": "another"}')
+    (run / "step").mkdir()
+    sidecars = from_folder(run / "step", base)
+    assert {sidecar.origin for sidecar in sidecars.files} == {f"copied from {base}"}
+    assert set(_texts(sidecars)) == ALL_FILES
+    assert sidecars.config == json.loads(CONFIG)
+
+
+def test_what_the_base_model_lacks_is_taken_from_the_folders_a_kind_at_a_time(base: Path, tmp_path: Path) -> None:
+    for name in (*TOKENIZER_FILES, "generation_config.json"):
+        (base / name).unlink()
+    (base / "vocab.json").write_text("{}")
+    (base / "tokenizer.json").write_text("{}")
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     new_tokenizer().save_pretrained(checkpoint)
-    (base / "merges.txt").write_text("")
-    sidecars = from_folder(checkpoint, base)
-    origins = {sidecar.name: sidecar.origin for sidecar in sidecars.files}
-    assert "merges.txt" not in origins
-    assert origins["tokenizer.json"] == f"copied from {checkpoint}"
-    assert origins["config.json"] == f"copied from {base}"
+    (checkpoint / "generation_config.json").write_text(GENERATION_CONFIG)
+    origins = {sidecar.name: sidecar.origin for sidecar in from_folder(checkpoint, base).files}
+    assert origins == {
+        "config.json": f"copied from {base}",
+        "generation_config.json": f"copied from {checkpoint}",
+        "tokenizer.json": f"copied from {base}",
+        "vocab.json": f"copied from {base}",
+    }
 
 
 def test_a_given_tokenizer_takes_the_place_of_one_on_disk(base: Path) -> None:

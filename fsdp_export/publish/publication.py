@@ -1,46 +1,25 @@
-"""Replace the checkpoint in a folder: a reader finds the old one, the new one or none that loads, never a mixture.
-
-Files are written into a folder inside the folder. The name of that inner folder is the state of the replacement, and
-what the next run does with it if the process at work died:
-
-    .fsdp-export-writing    files arrive, the old checkpoint stands                 it is thrown away
-    .fsdp-export-retire     committed; the old checkpoint's files are removed       it is carried to its end
-    .fsdp-export-install    the old checkpoint is gone, the new files are moved in  it is carried to its end
-
-No file of the new checkpoint ever stands beside one of the old. Files are moved in from what a loader asks for last to
-what it asks for first, and removed in the opposite order: an index is there before its shards and until they are gone,
-`config.json` is the last in and the first out, and the record of an export never stands beside half of its weights.
-
-The process at work holds an flock on `lock` in the inner folder; it survives the renames and ends with the process.
-On a file system without flock (some NFS and Lustre mounts) the process that `lock` names counts as holding it while it
-lives, on another host for ever, and runs that begin in the same instant are not kept apart.
-"""
+"""The publication: a new checkpoint takes the place of the old one, file by file, in an order that readers survive."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path, PurePosixPath
 
-from .errors import SinkError, listing
+from ..errors import SinkError, listing
+from .file_system import is_real_folder, make_folder, sink_errors, sync, sync_folders
+from .inner_folder import INSTALL, OWN_FILES, PREFIX, RETIRE, RETIRED, TOKEN, WRITING, InnerFolder
 
 __all__ = ["MARKER", "Publication", "recover"]
 
 MARKER = "fsdp_export.json"
 """Name of the record that an export leaves beside its weights: a JSON object whose `files` lists its files' names."""
-
-_PREFIX = ".fsdp-export-"
-_WRITING, _RETIRE, _INSTALL = (_PREFIX + state for state in ("writing", "retire", "install"))
-_LOCK, _TOKEN, _RETIRED = _OWN_FILES = ("lock", "token", "retire.json")
 
 # From what a loader asks for last to what it asks for first. Weights stand from the form that loaders prefer to those
 # they fall back to, so that removing them in the opposite order never uncovers another form.
@@ -62,14 +41,6 @@ _ORDER = tuple(
 )
 _NUM_WEIGHT_PATTERNS = 7
 
-_MAX_ATTEMPTS = 100
-_NO_FLOCK = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-_CANNOT_SYNC_FOLDERS = {errno.EINVAL, errno.ENOTSUP}
-_WAYS_OUT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free space there and export again"),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable, or export into another folder"),
-}
-
 
 @dataclass
 class Publication:
@@ -88,7 +59,7 @@ class Publication:
     staging: Path
     token: str
     recovered: str | None
-    _inner: _InnerFolder
+    _inner: InnerFolder
     _overwrite: bool
     _fsync: bool
 
@@ -105,15 +76,15 @@ class Publication:
             SinkError: The folder is a file or cannot be written, another live process exports into it, an inner
                 folder is a link, or there are foreign weights and `overwrite` is false.
         """
-        staging, done = folder / _WRITING, []
-        with _sink_errors(folder):
-            _make_folder(folder, fsync=fsync)
+        staging, done = folder / WRITING, []
+        with sink_errors(folder):
+            make_folder(folder, fsync=fsync)
             while True:
                 done.append(recover(folder))
                 staging.mkdir(exist_ok=True)
-                inner = _InnerFolder.take(staging)
+                inner = InnerFolder.take(staging)
                 # Another process may have committed meanwhile. States only go forward, so the order of looking counts.
-                if inner and not any(os.path.lexists(folder / state) for state in (_RETIRE, _INSTALL)):
+                if inner and not any(os.path.lexists(folder / state) for state in (RETIRE, INSTALL)):
                     break
                 if inner:
                     inner.discard()
@@ -122,7 +93,7 @@ class Publication:
             try:
                 inner.clear()
                 _refuse_foreign_weights(folder, overwrite=overwrite)
-                _write(staging / _TOKEN, publication.token)
+                (staging / TOKEN).write_text(publication.token)
             except BaseException:
                 publication.abort()
                 raise
@@ -151,17 +122,17 @@ class Publication:
                 foreign weights appeared, or the file system refused something.
         """
         new = set(files)
-        with _sink_errors(self.folder):
+        with sink_errors(self.folder):
             self._check(new)
             for name in self._inner.files() - new:
                 (self.staging / name).unlink()
             retired = _files_to_retire(self.folder, new)
-            _write(self.staging / _RETIRED, json.dumps(retired))
+            (self.staging / RETIRED).write_text(json.dumps(retired))
             if self._fsync:
-                for name in sorted(new | {_RETIRED}):
-                    _sync(self.staging / name)
-                _sync_folders(self.staging, new)
-            self._inner.rename(_RETIRE)
+                for name in sorted(new | {RETIRED}):
+                    sync(self.staging / name)
+                sync_folders(self.staging, new)
+            self._inner.rename(RETIRE)
             _roll_forward(self._inner, fsync=self._fsync)
         return sorted(set(retired) - new)
 
@@ -178,9 +149,9 @@ class Publication:
         self._inner.release()
 
     def _check(self, new: set[str]) -> None:
-        unusable = {name for name in new if not _is_name(name) or name in _OWN_FILES}
+        unusable = {name for name in new if not _is_name(name) or name in OWN_FILES}
         missing = new - self._inner.files() - unusable
-        folders = {name for name in new - unusable if _is_real_folder(self.folder / name)}
+        folders = {name for name in new - unusable if is_real_folder(self.folder / name)}
         for what, names, fix in (
             ("file names that cannot be published", unusable, "Use relative names without '..'"),
             ("files that were not written", missing, "Check that every rank writes into the same folder"),
@@ -201,13 +172,13 @@ def recover(folder: Path) -> str | None:
         SinkError: Another live process is at work in the folder, or the file system refused something.
     """
     done = []
-    with _sink_errors(folder):
-        for state in (_RETIRE, _INSTALL, _WRITING):
-            inner = _InnerFolder.take(folder / state)
+    with sink_errors(folder):
+        for state in (RETIRE, INSTALL, WRITING):
+            inner = InnerFolder.take(folder / state)
             if inner is None:
                 continue
             try:
-                if state == _WRITING:
+                if state == WRITING:
                     inner.discard()
                     done.append("removed what an interrupted export had written")
                 else:
@@ -218,118 +189,21 @@ def recover(folder: Path) -> str | None:
     return "; ".join(done) or None
 
 
-@dataclass
-class _InnerFolder:
-    """An inner folder that this process has locked."""
-
-    path: Path
-    descriptor: int
-
-    @classmethod
-    def take(cls, path: Path) -> _InnerFolder | None:
-        """Lock an inner folder; return None when it is not there.
-
-        Raises:
-            SinkError: A live process holds it, or it is no folder.
-        """
-        for _ in range(_MAX_ATTEMPTS):
-            if os.path.lexists(path) and not _is_real_folder(path):
-                raise SinkError(f"{path.name} is not a folder", file=path.parent, fix="Remove it")
-            try:
-                inner = cls(path, os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666))
-            except FileNotFoundError:
-                return None
-            try:
-                inner._lock()
-                with suppress(FileNotFoundError):
-                    # Whoever held it until now may have renamed or removed it.
-                    if os.path.samestat(os.fstat(inner.descriptor), (path / _LOCK).lstat()):
-                        inner._sign(f"{os.getpid()}@{os.uname().nodename}")
-                        return inner
-            except BaseException:
-                os.close(inner.descriptor)
-                raise
-            os.close(inner.descriptor)
-        raise SinkError(f"{path / _LOCK} never stays the same file", fix="Export into another file system")
-
-    def _lock(self) -> None:
-        holder, fix = os.pread(self.descriptor, 256, 0).decode(errors="replace"), "Wait for it"
-        try:
-            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _NO_FLOCK:
-                if not _is_alive(holder):
-                    return
-                fix = f"Wait for it, or remove {self.path / _LOCK} if it is gone"
-            elif not isinstance(error, BlockingIOError):
-                raise
-            raise SinkError(
-                "another process is exporting",
-                file=self.path.parent,
-                found=holder or "one that has just begun",
-                fix=f"{fix}, or export into another folder",
-            ) from None
-
-    def _sign(self, holder: str) -> None:
-        with suppress(OSError):  # A full disk must not keep an interrupted export from being cleaned up.
-            os.pwrite(self.descriptor, holder.encode(), 0)
-            os.ftruncate(self.descriptor, len(holder.encode()))
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the lock has not been given back."""
-        return self.descriptor >= 0
-
-    def files(self) -> set[str]:
-        """Return the names of all files, also in folders, that are not the protocol's own."""
-        files = (path for path in self.path.rglob("*") if not _is_real_folder(path))
-        return {path.relative_to(self.path).as_posix() for path in files}.difference(_OWN_FILES)
-
-    def rename(self, state: str) -> None:
-        """Go on to another state."""
-        self.path = self.path.rename(self.path.with_name(state))
-
-    def clear(self) -> None:
-        """Remove everything but the lock."""
-        for path in self.path.iterdir():
-            if _is_real_folder(path):
-                shutil.rmtree(path)
-            elif path.name != _LOCK:
-                path.unlink()
-
-    def discard(self) -> None:
-        """Remove the folder and give the lock back."""
-        self.clear()
-        (self.path / _LOCK).unlink()
-        # NFS keeps a file that is removed while open in its folder, under another name, until it is closed.
-        os.close(self.descriptor)
-        self.descriptor = -1
-        with suppress(OSError):  # A process that came in between has taken the folder over.
-            self.path.rmdir()
-
-    def release(self) -> None:
-        """Give the lock back and leave the folder as it is."""
-        if self.is_held:
-            self._sign("")
-            os.close(self.descriptor)
-            self.descriptor = -1
-
-
-def _roll_forward(inner: _InnerFolder, *, fsync: bool) -> None:
+def _roll_forward(inner: InnerFolder, *, fsync: bool) -> None:
     """Carry a committed replacement to its end, from wherever it stopped."""
     folder = inner.path.parent
 
     def settle(names: Iterable[str] = ()) -> None:
         if fsync:
-            _sync_folders(folder, names)
+            sync_folders(folder, names)
 
     settle()
-    if inner.path.name == _RETIRE:
-        for names in _groups(_read_retired(inner.path / _RETIRED)):
+    if inner.path.name == RETIRE:
+        for names in _groups(_read_retired(inner.path / RETIRED)):
             for name in names:
                 _remove(folder, name)
             settle(names)
-        inner.rename(_INSTALL)
+        inner.rename(INSTALL)
         settle()
     for names in _groups(sorted(inner.files(), key=_rank)):
         for name in names:
@@ -352,7 +226,7 @@ def _rank(name: str) -> tuple[int, str]:
 
 def _weights_in(folder: Path) -> set[str]:
     """Return the names of what loaders take for weights; an adapter's config diverts them to other weights."""
-    names = {path.name for path in folder.iterdir() if not _is_real_folder(path)}
+    names = {path.name for path in folder.iterdir() if not is_real_folder(path)}
     return {name for name in names if _rank(name)[0] < _NUM_WEIGHT_PATTERNS or name == "adapter_config.json"}
 
 
@@ -361,7 +235,7 @@ def _recorded_in(folder: Path) -> set[str]:
     try:
         names = json.loads((folder / MARKER).read_bytes())["files"]
         return {name for name in names if _is_name(name)}
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
         return set()
 
 
@@ -394,7 +268,7 @@ def _first_file(folder: Path, name: str) -> str | None:
     for part in (*list(reversed(path.parents))[1:], path):
         if not os.path.lexists(folder / part):
             return None
-        if not _is_real_folder(folder / part):
+        if not is_real_folder(folder / part):
             return str(part)
     return None
 
@@ -410,7 +284,7 @@ def _remove(folder: Path, name: str) -> None:
 def _read_retired(path: Path) -> list[str]:
     try:
         return [name for name in json.loads(path.read_bytes()) if _is_name(name)]
-    except (FileNotFoundError, ValueError, TypeError) as error:
+    except (FileNotFoundError, ValueError, TypeError, RecursionError) as error:
         raise SinkError(
             f"{path.parent.name}/{path.name} of an interrupted export is damaged",
             file=path.parent.parent,
@@ -418,78 +292,9 @@ def _read_retired(path: Path) -> list[str]:
         ) from error
 
 
-def _make_folder(folder: Path, *, fsync: bool) -> None:
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        raise SinkError(
-            "a file stands where a folder is needed",
-            file=error.filename,
-            fix="Remove it, or export into another folder",
-        ) from None
-    if fsync:
-        for path in missing:
-            _sync(path.parent)
-
-
-def _write(path: Path, text: str) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not (error.errno in _CANNOT_SYNC_FOLDERS and path.is_dir()):
-            raise OSError(error.errno, error.strerror, str(path)) from error
-    finally:
-        os.close(descriptor)
-
-
-def _sync_folders(folder: Path, names: Iterable[str]) -> None:
-    """Make the folder durable, and those inside it that hold, or held, these files."""
-    inside = {folder / parent for name in names for parent in PurePosixPath(name).parents}
-    for path in sorted(inside | {folder}, reverse=True):
-        if path.is_dir():
-            _sync(path)
-
-
 def _is_name(name: object) -> bool:
     """Tell whether this is a relative path that stays in its folder, outside of the inner folders."""
-    if not isinstance(name, str) or "\0" in name or name.startswith(_PREFIX):
+    if not isinstance(name, str) or "\0" in name or name.startswith(PREFIX):
         return False
     path = PurePosixPath(name)
     return name == str(path) and bool(path.parts) and not path.is_absolute() and ".." not in path.parts
-
-
-def _is_real_folder(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
-
-
-def _is_alive(holder: str) -> bool:
-    """Tell whether a process `pid@host` may be running; one on another host always may."""
-    process, _, host = holder.partition("@")
-    if not process.isdigit() or host != os.uname().nodename:
-        return bool(holder)
-    try:
-        os.kill(int(process), 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
-@contextmanager
-def _sink_errors(folder: Path) -> Iterator[None]:
-    """Turn errors of the file system into ours, with the file's name."""
-    try:
-        yield
-    except OSError as error:
-        raise SinkError(
-            f"{error.filename or folder} cannot be changed ({error.strerror})",
-            fix=_WAYS_OUT.get(error.errno or 0, "Export again: an interrupted export is first finished or removed"),
-        ) from error
