@@ -236,7 +236,8 @@ def test_a_checkpoint_is_found_and_opened(tmp_path: Path) -> None:
     source = open_source(tmp_path, prefix="actor.", ranks=(0, 1), rank=1, device=torch.device("meta"))
     assert source.folder == tmp_path / "step-5"
     assert (source.ranks, source.rank, source.device) == ((0, 1), 1, torch.device("meta"))
-    assert source.rows(source.specs[0], 1, 3).tolist() == [1, 2]
+    assert source.rows(source.specs[0], 1, 3).is_meta
+    assert open_source(tmp_path, prefix="actor.").rows(source.specs[0], 1, 3).tolist() == [1, 2]
 
 
 def test_metadata_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +324,8 @@ def test_every_layout_is_recognized_where_it_is_named(kind: str, put: Callable[[
         assert source.description.startswith(expected)
         assert source.folder == tmp_path / "ckpt"
         assert (source.ranks, source.rank, source.device) == ((0, 1), 1, torch.device("meta"))
-        assert torch.equal(source.rows(source.specs[0], 0, 3), W)
+        assert source.rows(source.specs[0], 0, 3).is_meta
+        assert torch.equal(open_source(path).rows(source.specs[0], 0, 3), W)
 
 
 @pytest.mark.parametrize("put", [*SHARDED.values(), *WHOLE.values()], ids=[*SHARDED, *WHOLE])
