@@ -224,4 +224,5 @@ def test_a_checkpoint_is_found_and_opened(tmp_path: Path) -> None:
     source = open_source(tmp_path, prefix="actor.", ranks=(0, 1), rank=1, device=torch.device("meta"))
     assert source.folder == tmp_path / "step-5"
     assert (source.ranks, source.rank, source.device) == ((0, 1), 1, torch.device("meta"))
-    assert source.rows(source.specs[0], 1, 3).tolist() == [1, 2]
+    assert source.rows(source.specs[0], 1, 3).is_meta
+    assert open_source(tmp_path, prefix="actor.").rows(source.specs[0], 1, 3).tolist() == [1, 2]
