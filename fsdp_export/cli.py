@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import re
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from click.core import ParameterSource
 from . import __version__
 from .errors import ExportError, RankError, UsageError
 from .launch import joined_group, launched_ranks, speaks
+from .sizes import is_size
 
 if TYPE_CHECKING:
     from .api import OpenedCheckpoint
@@ -32,7 +32,6 @@ __all__ = ["main"]
 _DTYPES = ("auto", "keep", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32")
 _INTERRUPTED = 130
 _SILENT_SECONDS = 1.0
-_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*[KMGT]B|0*[1-9]\d{0,18}", re.IGNORECASE)
 _EPILOG = """\b
 Examples:
   fsdp-export run/step-500 --out ckpt/ --base-model Qwen/Qwen2.5-7B
@@ -66,7 +65,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         """Return plain digits as a number, and anything else as the text that it is."""
-        if not _SIZE.fullmatch(value):
+        if not is_size(value):
             self.fail(f"{value!r} is no size: give bytes, or a number with KB, MB, GB or TB (decimal).", param, ctx)
         return int(value) if value.isdecimal() else value
 

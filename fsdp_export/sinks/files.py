@@ -66,7 +66,6 @@ class FileSink(Sink):
         fsync: bool = True,
     ) -> None:
         self.folder = folder
-        self._root = folder.absolute()  # the current folder may change during an export
         self.layouts: list[FileLayout] = []
         self.removed: list[str] = []
         self.written: dict[str, int] = {}
@@ -89,10 +88,10 @@ class FileSink(Sink):
             SinkError: The folder cannot be used, or has too little space.
         """
         layouts = self._lay_out_files(plan)
-        self._publication = Publication.begin(self._root, overwrite=self._overwrite, fsync=self.fsync)
+        self._publication = Publication.begin(self.folder, overwrite=self._overwrite, fsync=self.fsync)
         if self._publication.recovered:
             _log.warning("%s: %s", self.folder, self._publication.recovered)
-        _check_free_space(self._root, sum(layout.num_bytes for layout in layouts))
+        _check_free_space(self.folder, sum(layout.num_bytes for layout in layouts))
         for layout in layouts:
             path = self._publication.staging / layout.name
             with _write_errors(path, layout.num_bytes), path.open("xb") as file:
@@ -107,7 +106,7 @@ class FileSink(Sink):
             SinkError: This rank does not see it, or would lay out its files differently.
         """
         name, token, digest = json.loads(ticket)
-        self._staging = self._root / name
+        self._staging = self.folder / name
         if not self._sees(token):
             raise SinkError(
                 f"{socket.gethostname()} does not see the folder that rank {plan.ranks[0]} made",

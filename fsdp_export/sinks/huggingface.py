@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +15,7 @@ from ..errors import UsageError
 from ..layout import FileLayout, split_into_files
 from ..plan import Plan
 from ..sidecars.collect import Sidecars, fit_config, write
+from ..sizes import is_size
 from ..table import human_bytes, summary
 from .files import FileSink, single_file, write_text
 
@@ -23,7 +23,6 @@ __all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
 
 _log = logging.getLogger("fsdp_export")
 _INDEX = "model.safetensors.index.json"
-_SIZE = re.compile(r"(?=.*[1-9])\d{1,18}(\.\d+)?\s*[KMGT]B|0*[1-9]\d{0,18}", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def folder_layouts(
     """
     if format not in {"auto", "hf", "safetensors"}:
         raise UsageError("no such format", expected="auto, hf or safetensors", found=format)
-    if not _SIZE.fullmatch(str(max_shard_size)) or isinstance(max_shard_size, (bool, float)):
+    if not is_size(str(max_shard_size)) or isinstance(max_shard_size, (bool, float)):
         fix = "Give bytes, or a number with KB, MB, GB or TB (decimal)"
         raise UsageError("a shard size that cannot be read", found=repr(max_shard_size), fix=fix)
     if format == "safetensors" or (format == "auto" and not has_config):

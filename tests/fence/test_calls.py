@@ -118,7 +118,7 @@ def test_an_interrupt_while_ranks_are_waited_for_reaches_those_that_called(inter
             return save(fence)
         try:
             if dist.get_rank() == interrupted:
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+                threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
             return save(fence)
         except KeyboardInterrupt:
             return "interrupted"
