@@ -22,7 +22,7 @@ from fsdp_export.errors import RankError
 
 ROOT = Path(__file__).parents[1]
 HEAD = "lm_head.weight"
-FOUND = "DCP checkpoint, 1 data file, 27 tensors, 20.9 kB, float32, below 'model', 2 other entries left out"
+FOUND = "DCP checkpoint of 1 rank, 1 data file, 27 tensors, 20.9 kB, float32, below 'model', 2 other entries left out"
 CONFIGS = {"config.json", "generation_config.json"}
 # A run of the command whose first read lasts, so that there is time to interrupt it.
 SLOW = """
@@ -161,8 +161,8 @@ def test_the_folder_of_a_checkpoint_may_be_stood_in(run, environ, tmp_path):
 def test_nothing_found_says_what_was_looked_for_and_offers_the_demo(tmp_path):
     Path("notes.txt").touch()
     assert refusal("--out", "out") == (
-        f"no sharded checkpoint in {tmp_path}/here: expected .metadata and *.distcp files there or up to 4 levels "
-        "below, found notes.txt. Name the folder of a checkpoint, or make one to try with: "
+        f"no sharded checkpoint in {tmp_path}/here: expected DCP, rank files or shards of safetensors there or up to 4 "
+        "levels below, found notes.txt. Name the folder of a checkpoint, or make one to try with: "
         "fsdp-export --demo --out ckpt/."
     )
     assert refusal("nowhere", "--out", "out").startswith("nowhere does not exist. Name the folder of a checkpoint, ")
