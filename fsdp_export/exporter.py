@@ -18,12 +18,13 @@ from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
 from .names import select
-from .plan import Plan, copy_step
+from .plan import Plan
 from .sidecars.collect import from_model, has_config
 from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
 from .sources.live import LiveSource, find_ranks, named_tensors
+from .steps import copy_step
 from .walk import Delivered, gathered_pieces, run
 
 __all__ = ["Exporter"]
