@@ -15,10 +15,11 @@ from torch import nn
 
 from .conversion.aliases import declared_aliases
 from .dtypes import DtypePolicy
-from .errors import UsageError, listing
+from .errors import SourceError, UsageError, listing
 from .exporter import Exporter
 from .fence import Fence, Operation
 from .layout import FileLayout
+from .lora import describe_lora, name_as_lora
 from .sidecars.collect import Sidecars, from_folder
 from .sinks.huggingface import Report, folder_layouts, folder_sink
 from .sources.base import Source
@@ -113,6 +114,8 @@ class OpenedCheckpoint:
         base_model: Where these were looked for first.
         heeds_config: Whether the config had a say in names or dtypes, which counts even where it is not written.
         notes: What was decided, a line each.
+        is_lora: Whether it is a LoRA adapter and no model.
+        lacks: Why there is no config for the adapter; None if there is one.
     """
 
     source: Source
@@ -121,10 +124,18 @@ class OpenedCheckpoint:
     base_model: str | None
     heeds_config: bool
     notes: list[str]
+    is_lora: bool = False
+    lacks: SourceError | None = None
 
     def files(self, *, format: str = "auto", max_shard_size: int | str = "5GB") -> list[FileLayout]:  # noqa: A002
         """Return the files that `save` would write."""
-        lay_out = folder_layouts(format, has_config=self.sidecars.config is not None, max_shard_size=max_shard_size)
+        lay_out = folder_layouts(
+            format,
+            has_config=self.sidecars.config is not None,
+            max_shard_size=max_shard_size,
+            is_lora=self.is_lora,
+        )
+        self._refuse_to_lack_config(format)
         return lay_out(self.exporter.plan)
 
     def save(
@@ -139,6 +150,7 @@ class OpenedCheckpoint:
     ) -> Report:
         """Write the checkpoint folder; the arguments are those of `Exporter.save`. Collective."""
         folder = Path(path)
+        self._refuse_to_lack_config(format)
         self._refuse_to_replace_inputs(folder)
         sink = folder_sink(
             folder,
@@ -149,10 +161,15 @@ class OpenedCheckpoint:
             overwrite=overwrite,
             fsync=fsync,
             provenance={"source": _provenance(self.source)},
+            is_lora=self.is_lora,
         )
         started = time.perf_counter()
         self.exporter.send(sink, delivered=delivered)
         return sink.report(self.exporter.plan, time.perf_counter() - started)
+
+    def _refuse_to_lack_config(self, format: str) -> None:  # noqa: A002  as above
+        if self.lacks is not None and format != "safetensors":
+            raise self.lacks
 
     def _refuse_to_replace_inputs(self, folder: Path) -> None:
         """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
@@ -197,6 +214,7 @@ def open_checkpoint(
     base = os.fspath(base_model) if base_model is not None else None
     with Fence(ranks, rank).operation("open_checkpoint") as operation:
         opened = open_source(Path(source), prefix=prefix, ranks=ranks, rank=rank, device=_usable(device))
+        is_lora, notes = name_as_lora(opened)
         if rank != ranks[0]:
             operation.agree()
         sidecars = from_folder(opened.folder, base)
@@ -204,13 +222,18 @@ def open_checkpoint(
             # What had to be downloaded is there now, and the other ranks need not do it too.
             operation.agree()
         config = sidecars.config or {}
+        if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
+            dtype = "keep"
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        aliases, untied = _aliases(opened, config, operation)
+        aliases, untied = ({}, []) if is_lora else _aliases(opened, config, operation)
         exporter = Exporter(opened, dtype=policy, include=include, exclude=exclude, aliases=aliases, untied=untied)
         heeds_config = bool(policy.only_narrow or aliases or untied)
-        notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
+        notes += [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
-    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
+        lacks = None
+        if is_lora:
+            sidecars, lacks = describe_lora(opened, exporter.plan.outputs, sidecars, base)
+    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, lacks)
 
 
 def _provenance(source: Source) -> str:
