@@ -13,13 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from .conversion.adapter import conversion_of, load_adapter
 from .conversion.aliases import declared_aliases
+from .conversion.cut import Conversion
 from .dtypes import DtypePolicy
 from .errors import UsageError, listing
 from .exporter import Exporter
 from .fence import Fence, Operation
 from .layout import FileLayout
 from .sidecars.collect import Sidecars, from_folder
+from .sidecars.origins import CONFIG
 from .sinks.huggingface import Report, folder_layouts, folder_sink
 from .sources.base import Source
 from .sources.detect import open_source
@@ -38,6 +41,7 @@ def save_checkpoint(
     dtype: str | torch.dtype = "keep",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    adapter: Any = None,
     timeout: float = 600.0,
     **choices: Any,
 ) -> Report:
@@ -50,6 +54,7 @@ def save_checkpoint(
         dtype: What floating tensors are cast to, or `"keep"`.
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
+        adapter: Turns the module's names and tensors into those of the checkpoint; see `Exporter`.
         timeout: Seconds to wait for a rank that does not call.
         **choices: `format`, `max_shard_size`, `tokenizer`, `overwrite`, `fsync`; see `Exporter.save`.
 
@@ -60,7 +65,15 @@ def save_checkpoint(
         ExportError: Something failed on some rank; the same error is raised on all, and an earlier checkpoint in
             the folder is intact.
     """
-    exporter = Exporter(model, state_dict=state_dict, dtype=dtype, include=include, exclude=exclude, timeout=timeout)
+    exporter = Exporter(
+        model,
+        state_dict=state_dict,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        adapter=adapter,
+        timeout=timeout,
+    )
     return exporter.save(path, **choices)
 
 
@@ -73,6 +86,7 @@ def export_checkpoint(
     dtype: str | torch.dtype = "keep",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    adapter: Any = None,
     device: torch.device | str | None = None,
     **choices: Any,
 ) -> Report:
@@ -86,6 +100,8 @@ def export_checkpoint(
         dtype: What floating tensors are cast to; `"keep"`, or `"auto"` for the base config's dtype where it narrows.
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
+        adapter: Turns the checkpoint's names and tensors into those of Hugging Face; see `Exporter`. A string is
+            imported; see `fsdp_export.conversion.adapter.load_adapter`.
         device: Where tensors are converted; default: the CPU.
         **choices: `format`, `max_shard_size`, `overwrite`, `fsync`; see `Exporter.save`.
 
@@ -96,7 +112,14 @@ def export_checkpoint(
         ExportError: The checkpoint cannot be read, or the folder not be written.
     """
     checkpoint = open_checkpoint(
-        source, base_model=base_model, prefix=prefix, dtype=dtype, include=include, exclude=exclude, device=device
+        source,
+        base_model=base_model,
+        prefix=prefix,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        adapter=adapter,
+        device=device,
     )
     report = checkpoint.save(path, **choices)
     return replace(report, notes=[*checkpoint.notes, *report.notes])
@@ -174,6 +197,7 @@ def open_checkpoint(
     dtype: str | torch.dtype = "keep",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    adapter: Any = None,
     device: torch.device | str | None = None,
     ranks: tuple[int, ...] = (0,),
     rank: int = 0,
@@ -187,6 +211,7 @@ def open_checkpoint(
         dtype: See there.
         include: See there.
         exclude: See there.
+        adapter: See there.
         device: See there.
         ranks: The global ranks that export together; `(0,)` without a process group.
         rank: This process's global rank.
@@ -205,11 +230,23 @@ def open_checkpoint(
             operation.agree()
         config = sidecars.config or {}
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        aliases, untied = _aliases(opened, config, operation)
-        exporter = Exporter(opened, dtype=policy, include=include, exclude=exclude, aliases=aliases, untied=untied)
+        conversion = _conversion(adapter, opened, sidecars)
+        origins = _origins(opened, conversion)
+        aliases, untied = _aliases(opened, origins, config, operation)
+        exporter = Exporter(
+            opened,
+            dtype=policy,
+            include=include,
+            exclude=exclude,
+            adapter=conversion,
+            aliases=aliases,
+            untied=untied,
+        )
         heeds_config = bool(policy.only_narrow or aliases or untied)
         notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
+        if conversion is not None and conversion.unused:
+            notes.append(f"the adapter makes nothing of {len(conversion.unused):,}: {listing(conversion.unused)}")
     return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
 
 
@@ -262,24 +299,46 @@ def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
 
 
 def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    num_tensors, hits = len(exporter.source.specs) - len(exporter.plan.aliases), exporter.pattern_hits
+    names = exporter.source.specs if exporter.conversion is None else exporter.conversion.names
+    num_tensors, hits = len(names) - len(exporter.plan.aliases), exporter.pattern_hits
     options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
 
 
-def _aliases(source: Source, config: Mapping[str, Any], operation: Operation) -> tuple[dict[str, str], list[str]]:
+def _conversion(adapter: Any, source: Source, sidecars: Sidecars) -> Conversion | None:
+    """Plan what an adapter, or one that a string names, does to a checkpoint."""
+    if adapter is None:
+        return None
+    if isinstance(adapter, str):
+        places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
+        assets = next((place.parent for place in places if isinstance(place, Path)), None)
+        adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
+    return Conversion(conversion_of(adapter), source.specs)
+
+
+def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorSpec | None]:
+    """Map the names that can be exported to the tensors that they are; None for what is made of others."""
+    if conversion is not None:
+        return {name: conversion.origin(name) for name in conversion.names}
+    return {spec.name: spec for spec in source.specs}
+
+
+def _aliases(
+    source: Source, origins: Mapping[str, TensorSpec | None], config: Mapping[str, Any], operation: Operation
+) -> tuple[dict[str, str], list[str]]:
     """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
-    specs = {spec.name: spec for spec in source.specs}
-    declared = declared_aliases(config, specs) if config else {}
+    declared = declared_aliases(config, origins) if config else {}
     part, parts = source.ranks.index(source.rank), len(source.ranks)
-    equal = [_are_equal(source, specs[alias], specs[kept], part, parts) for alias, kept in declared.items()]
+    equal = [_are_equal(source, origins[alias], origins[kept], part, parts) for alias, kept in declared.items()]
     everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []
     differing = {alias for alias, *cards in zip(declared, *everyones, strict=True) if "0" in cards}
     return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
 
 
-def _are_equal(source: Source, one: TensorSpec, other: TensorSpec, part: int, parts: int) -> bool:
-    """Compare every so many-th chunk of two tensors, byte by byte."""
+def _are_equal(source: Source, one: TensorSpec | None, other: TensorSpec | None, part: int, parts: int) -> bool:
+    """Compare every so many-th chunk of two tensors, byte by byte. What is made of others counts as different."""
+    if one is None or other is None:
+        return False
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = max(CHUNK_BYTES // max(one.row_bytes, 1), 1)

@@ -98,6 +98,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
 @click.option("--max-shard-size", type=_Size(), metavar="SIZE", help="Bytes per file, decimal.  [default: 5GB]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Export only these: whole segments, or a glob.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these out.")
+@click.option(
+    "--adapter", metavar="MODULE:NAME", help="Converts names and tensors to Hugging Face's: torchtitan's, say."
+)
 @click.option("--device", metavar="DEVICE", help="Where tensors are converted.  [default: cpu]")
 @click.option("--overwrite", is_flag=True, help="Replace weights in DIR that fsdp-export did not write.")
 @click.option("--fsync/--no-fsync", default=True, help="Wait until the disk has the bytes.  [default: fsync]")
@@ -148,7 +151,10 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             options["source"] or Path.cwd(),
             ranks=group.ranks,
             rank=group.rank,
-            **{name: options[name] for name in ("base_model", "prefix", "dtype", "include", "exclude", "device")},
+            **{
+                name: options[name]
+                for name in ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "device")
+            },
         )
         say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
         _check_effect(checkpoint, given, options)

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,8 @@ Delivered = Callable[[int], None]
 """Called with the bytes of outputs that were just delivered by this rank."""
 
 _MAX_THREADS = 4
+# What is read comes into new memory, which the allocator only keeps for the next read if it is small.
+_READ_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +168,16 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
 
 def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Piece | StoredPiece], None]) -> None:
     """Deliver what this rank can from the rows it holds, with several threads where source and sink can take that."""
-    num_threads = _num_threads() if source.is_concurrent and sink.is_concurrent else 1
-    if num_threads == 1:
-        for step, rows in _held(plan, source.rank):
+    if not (source.is_concurrent and sink.is_concurrent):
+        for step, rows in _held(plan, source.rank, CHUNK_BYTES):
             _deliver_rows(step, rows, source, sink, deliver)
         return
     pending: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="fsdp-export-walk") as threads:
+    with _threads() as threads:
         try:
-            for step, rows in _held(plan, source.rank):
+            for step, rows in _held(plan, source.rank, _READ_BYTES):
                 pending.append(threads.submit(_deliver_rows, step, rows, source, sink, deliver))
-                if len(pending) > 2 * num_threads:
+                if len(pending) > 2 * _MAX_THREADS:
                     pending.popleft().result()
             while pending:
                 pending.popleft().result()
@@ -185,18 +186,25 @@ def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Pie
                 future.cancel()
 
 
-def _num_threads() -> int:
-    return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Start threads in each of which torch uses no more threads; torch takes that for the default of all to come."""
+    num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    try:
+        with ThreadPoolExecutor(num_threads, "fsdp-export-walk", torch.set_num_threads, (1,)) as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(torch.get_num_threads())
 
 
-def _held(plan: Plan, rank: int) -> Iterator[tuple[Step, Rows]]:
+def _held(plan: Plan, rank: int, chunk_bytes: int) -> Iterator[tuple[Step, Rows]]:
     """Yield the units that a rank delivers alone, a chunk at a time. Each begins elsewhere, mostly in another file."""
     windows = [window for window in plan.local_windows(rank) if window.num_bytes]
     ends = list(accumulate(window.num_bytes for window in windows))
     begin = ends[-1] * plan.ranks.index(rank) // len(plan.ranks) if ends else 0
     turn = next((index for index, end in enumerate(ends) if end > begin), 0)
     for window in windows[turn:] + windows[:turn]:
-        units = max(CHUNK_BYTES // max(sum(spec.row_bytes for spec in window.step.by_unit), 1), 1)
+        units = max(chunk_bytes // max(sum(spec.row_bytes for spec in window.step.by_unit), 1), 1)
         for block_first, block_stop in window.blocks:
             for first in range(block_first, block_stop, units):
                 yield window.step, (first, min(first + units, block_stop))
