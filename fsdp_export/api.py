@@ -15,16 +15,19 @@ from torch import nn
 
 from .conversion.aliases import declared_aliases
 from .dtypes import DtypePolicy
-from .errors import UsageError, listing
+from .errors import ComparisonError, UsageError, listing
 from .exporter import Exporter
 from .fence import Fence, Operation
 from .layout import FileLayout
 from .sidecars.collect import Sidecars, from_folder
+from .sinks.compare import CompareSink
 from .sinks.huggingface import Report, folder_layouts, folder_sink
 from .sources.base import Source
 from .sources.detect import open_source
+from .sources.hf_folder import HfFolderSource
 from .spec import TensorSpec
 from .table import dtype_name
+from .verification import Verification
 from .walk import CHUNK_BYTES, Delivered
 
 __all__ = ["OpenedCheckpoint", "export_checkpoint", "open_checkpoint", "save_checkpoint"]
@@ -74,6 +77,7 @@ def export_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     device: torch.device | str | None = None,
+    verify: bool = False,
     **choices: Any,
 ) -> Report:
     """Write a sharded checkpoint on disk as a checkpoint folder. Needs no process group, GPU or model.
@@ -87,18 +91,25 @@ def export_checkpoint(
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
         device: Where tensors are converted; default: the CPU.
+        verify: Whether to read back what was written and compare it with the source.
         **choices: `format`, `max_shard_size`, `overwrite`, `fsync`; see `Exporter.save`.
 
     Returns:
         What was written.
 
     Raises:
+        ComparisonError: What was written differs from the source; it is left in the folder.
         ExportError: The checkpoint cannot be read, or the folder not be written.
     """
     checkpoint = open_checkpoint(
         source, base_model=base_model, prefix=prefix, dtype=dtype, include=include, exclude=exclude, device=device
     )
     report = checkpoint.save(path, **choices)
+    if verify:
+        verification = checkpoint.verify(path)
+        if (error := verification.error()) is not None:
+            raise error
+        report = replace(report, verification=verification)
     return replace(report, notes=[*checkpoint.notes, *report.notes])
 
 
@@ -153,6 +164,33 @@ class OpenedCheckpoint:
         started = time.perf_counter()
         self.exporter.send(sink, delivered=delivered)
         return sink.report(self.exporter.plan, time.perf_counter() - started)
+
+    def verify(self, path: str | PathLike[str], *, delivered: Delivered = lambda _: None) -> Verification:
+        """Read a folder that was written, and compare every tensor with the source, as `save` converts it. Collective.
+
+        Nothing is held in memory but the rows that are compared. Before, the kernel is asked to forget what it keeps
+        of the files, so that the disk is read.
+
+        Args:
+            path: The folder.
+            delivered: Called with the bytes that this rank has just compared.
+
+        Returns:
+            What came of it, the same on every rank. A difference, or a folder that cannot be read, is no exception.
+
+        Raises:
+            ExportError: The source cannot be read on some rank; the same error is raised on all.
+        """
+        folder, started = Path(path), time.perf_counter()
+        sink = CompareSink(folder, lambda: _written(folder))
+        try:
+            self.exporter.send(sink, delivered=delivered)
+        except ComparisonError as error:
+            plan, seconds = self.exporter.plan, time.perf_counter() - started
+            return Verification(folder, len(plan.outputs), plan.num_bytes, seconds, failure=str(error))
+        with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
+            cards = operation.agree(sink.card())
+        return sink.verification(cards, time.perf_counter() - started)
 
     def _refuse_to_replace_inputs(self, folder: Path) -> None:
         """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
@@ -211,6 +249,12 @@ def open_checkpoint(
         notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
     return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
+
+
+def _written(folder: Path) -> HfFolderSource:
+    """Open the files of an export, whatever else lies in the folder."""
+    names = ("model.safetensors.index.json", "model.safetensors")
+    return HfFolderSource(next((folder / name for name in names if (folder / name).is_file()), folder))
 
 
 def _provenance(source: Source) -> str:
