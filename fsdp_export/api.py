@@ -17,17 +17,20 @@ from .conversion.adapter import conversion_of, load_adapter
 from .conversion.aliases import declared_aliases
 from .conversion.cut import Conversion
 from .dtypes import DtypePolicy
-from .errors import UsageError, listing
+from .errors import ComparisonError, UsageError, listing
 from .exporter import Exporter
 from .fence import Fence, Operation
 from .layout import FileLayout
 from .sidecars.collect import Sidecars, from_folder
 from .sidecars.origins import CONFIG
+from .sinks.compare import CompareSink
 from .sinks.huggingface import Report, folder_layouts, folder_sink
 from .sources.base import Source
 from .sources.detect import open_source
+from .sources.hf_folder import HfFolderSource
 from .spec import TensorSpec
 from .table import dtype_name
+from .verification import Verification
 from .walk import CHUNK_BYTES, Delivered
 
 __all__ = ["OpenedCheckpoint", "export_checkpoint", "open_checkpoint", "save_checkpoint"]
@@ -88,6 +91,7 @@ def export_checkpoint(
     exclude: Sequence[str] = (),
     adapter: Any = None,
     device: torch.device | str | None = None,
+    verify: bool = False,
     **choices: Any,
 ) -> Report:
     """Write a sharded checkpoint on disk as a checkpoint folder. Needs no process group, GPU or model.
@@ -103,12 +107,14 @@ def export_checkpoint(
         adapter: Turns the checkpoint's names and tensors into those of Hugging Face; see `Exporter`. A string is
             imported; see `fsdp_export.conversion.adapter.load_adapter`.
         device: Where tensors are converted; default: the CPU.
+        verify: Whether to read back what was written and compare it with the source.
         **choices: `format`, `max_shard_size`, `overwrite`, `fsync`; see `Exporter.save`.
 
     Returns:
         What was written.
 
     Raises:
+        ComparisonError: What was written differs from the source; it is left in the folder.
         ExportError: The checkpoint cannot be read, or the folder not be written.
     """
     checkpoint = open_checkpoint(
@@ -122,6 +128,11 @@ def export_checkpoint(
         device=device,
     )
     report = checkpoint.save(path, **choices)
+    if verify:
+        verification = checkpoint.verify(path)
+        if (error := verification.error()) is not None:
+            raise error
+        report = replace(report, verification=verification)
     return replace(report, notes=[*checkpoint.notes, *report.notes])
 
 
@@ -176,6 +187,33 @@ class OpenedCheckpoint:
         started = time.perf_counter()
         self.exporter.send(sink, delivered=delivered)
         return sink.report(self.exporter.plan, time.perf_counter() - started)
+
+    def verify(self, path: str | PathLike[str], *, delivered: Delivered = lambda _: None) -> Verification:
+        """Read a folder that was written, and compare every tensor with the source, as `save` converts it. Collective.
+
+        Nothing is held in memory but the rows that are compared. Before, the kernel is asked to forget what it keeps
+        of the files, so that the disk is read.
+
+        Args:
+            path: The folder.
+            delivered: Called with the bytes that this rank has just compared.
+
+        Returns:
+            What came of it, the same on every rank. A difference, or a folder that cannot be read, is no exception.
+
+        Raises:
+            ExportError: The source cannot be read on some rank; the same error is raised on all.
+        """
+        folder, started = Path(path), time.perf_counter()
+        sink = CompareSink(folder, lambda: _written(folder))
+        try:
+            self.exporter.send(sink, delivered=delivered)
+        except ComparisonError as error:
+            plan, seconds = self.exporter.plan, time.perf_counter() - started
+            return Verification(folder, len(plan.outputs), plan.num_bytes, seconds, failure=str(error))
+        with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
+            cards = operation.agree(sink.card())
+        return sink.verification(cards, time.perf_counter() - started)
 
     def _refuse_to_replace_inputs(self, folder: Path) -> None:
         """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
@@ -248,6 +286,12 @@ def open_checkpoint(
         if conversion is not None and conversion.unused:
             notes.append(f"the adapter makes nothing of {len(conversion.unused):,}: {listing(conversion.unused)}")
     return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
+
+
+def _written(folder: Path) -> HfFolderSource:
+    """Open the files of an export, whatever else lies in the folder."""
+    names = ("model.safetensors.index.json", "model.safetensors")
+    return HfFolderSource(next((folder / name for name in names if (folder / name).is_file()), folder))
 
 
 def _provenance(source: Source) -> str:

@@ -389,12 +389,14 @@ def test_the_base_model_is_not_replaced(run, base):
         ("--demo --dtype auto", "--dtype", "--demo"),
         ("--demo --dry-run", "--dry-run", "--demo"),
         ("--demo --no-fsync", "--no-fsync", "--demo"),
+        ("--demo --verify", "--verify", "--demo"),
         ("--demo --prefix=", "--prefix", "--demo"),
         ("--demo --model x", "--base-model", "--demo"),
         ("--dry-run --no-fsync", "--no-fsync", "--dry-run"),
         ("--dry-run --fsync", "--fsync", "--dry-run"),
         ("--dry-run --overwrite", "--overwrite", "--dry-run"),
         ("--dry-run --device cpu", "--device", "--dry-run"),
+        ("--dry-run --verify", "--verify", "--dry-run"),
         ("--dry-run --smoke-test x", "--smoke-test", "--dry-run"),
         ("--dry-run -q", "--quiet", "--dry-run"),
         ("--format safetensors --max-shard-size 1GB", "--max-shard-size", "--format safetensors"),
@@ -480,7 +482,7 @@ def test_a_run_without_a_config_becomes_one_file(run, model):
 def test_progress_is_shown_on_stderr(run, environ):
     environ.setattr(progress, "_SECONDS_BETWEEN_LINES", -1.0)
     result = call(run, "--out", "out")
-    assert result.stderr.splitlines()[-1] == "20.9 kB of 20.9 kB after 0 s"
+    assert result.stderr.splitlines()[-1] == "writing: 20.9 kB of 20.9 kB after 0 s"
     assert call(run, "--out", "out", "-q").stderr == ""
     environ.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     assert call(run, "--out", "out").stderr == ""
@@ -604,15 +606,16 @@ def torchrun(*arguments):
 
 
 def test_under_torchrun_the_result_is_the_same_and_one_rank_speaks(run, base):
-    arguments = (run, "--base-model", base, "--max-shard-size", "4KB")
+    arguments = (run, "--base-model", base, "--max-shard-size", "4KB", "--verify")
     alone = call(*arguments, "--out", "alone")
     code, stdout, errors = torchrun(*arguments, "--out", "together")
     assert (code, errors) == (0, [])
     assert tree(Path("together")) == tree(Path("alone"))
-    *lines, last = stdout.splitlines()
-    *expected, expected_last = alone.stdout.splitlines()
-    assert lines == expected
-    assert last.partition(" in ")[0] == expected_last.partition(" in ")[0]
+    *lines, wrote, verified = stdout.splitlines()
+    *expected, expected_wrote, expected_verified = alone.stdout.splitlines()
+    assert (lines, verified) == (expected, expected_verified)
+    assert verified == "verified 26 tensors, 9.41 kB: all equal"
+    assert wrote.partition(" in ")[0] == expected_wrote.partition(" in ")[0]
 
 
 def test_under_torchrun_an_error_appears_once(run):
