@@ -36,8 +36,8 @@ Delivered = Callable[[int], None]
 """Called with the bytes of outputs that were just delivered by this rank."""
 
 _MAX_THREADS = 4
-# What is read comes into new memory, which the allocator only keeps for the next read if it is small.
-_READ_BYTES = 2 << 20
+# What is read comes into new memory, which is used again, and stays in the processor's cache, if it is small.
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +169,13 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
 def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Piece | StoredPiece], None]) -> None:
     """Deliver what this rank can from the rows it holds, with several threads where source and sink can take that."""
     if not (source.is_concurrent and sink.is_concurrent):
-        for step, rows in _held(plan, source.rank, CHUNK_BYTES):
+        for step, rows in _held(plan, source.rank):
             _deliver_rows(step, rows, source, sink, deliver)
         return
     pending: deque[Future[None]] = deque()
     with _threads() as threads:
         try:
-            for step, rows in _held(plan, source.rank, _READ_BYTES):
+            for step, rows in _held(plan, source.rank):
                 pending.append(threads.submit(_deliver_rows, step, rows, source, sink, deliver))
                 if len(pending) > 2 * _MAX_THREADS:
                     pending.popleft().result()
@@ -197,17 +197,23 @@ def _threads() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(torch.get_num_threads())
 
 
-def _held(plan: Plan, rank: int, chunk_bytes: int) -> Iterator[tuple[Step, Rows]]:
+def _held(plan: Plan, rank: int) -> Iterator[tuple[Step, Rows]]:
     """Yield the units that a rank delivers alone, a chunk at a time. Each begins elsewhere, mostly in another file."""
     windows = [window for window in plan.local_windows(rank) if window.num_bytes]
     ends = list(accumulate(window.num_bytes for window in windows))
     begin = ends[-1] * plan.ranks.index(rank) // len(plan.ranks) if ends else 0
     turn = next((index for index, end in enumerate(ends) if end > begin), 0)
     for window in windows[turn:] + windows[:turn]:
-        units = max(chunk_bytes // max(sum(spec.row_bytes for spec in window.step.by_unit), 1), 1)
-        for block_first, block_stop in window.blocks:
-            for first in range(block_first, block_stop, units):
-                yield window.step, (first, min(first + units, block_stop))
+        for block in window.blocks:
+            for units in _chunks(window.step, block, CHUNK_BYTES):
+                yield window.step, units
+
+
+def _chunks(step: Step, units: Rows, max_bytes: int) -> Iterator[Rows]:
+    """Cut a range of units so that the rows that they need for themselves are no larger than that."""
+    count = max(max_bytes // max(sum(spec.row_bytes for spec in step.by_unit), 1), 1)
+    for first in range(*units, count):
+        yield first, min(first + count, units[1])
 
 
 def _deliver_rows(
@@ -219,9 +225,10 @@ def _deliver_rows(
         for stored_piece in stored:
             deliver(stored_piece)
         return
-    inputs = [source.rows(spec, *rows) for spec in step.inputs for rows in step.rows_of(spec, (units,))]
-    for piece in step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], units[0]):
-        deliver(piece)
+    for chunk in _chunks(step, units, _READ_BYTES if source.is_concurrent else CHUNK_BYTES):
+        inputs = [source.rows(spec, *rows) for spec in step.inputs for rows in step.rows_of(spec, (chunk,))]
+        for piece in step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], chunk[0]):
+            deliver(piece)
 
 
 def _stored_pieces(step: Step, units: Rows, source: Source) -> list[StoredPiece] | None:
