@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .conversion.aliases import declared_aliases
+from .conversion.twin import meta_twin
 from .dtypes import DtypePolicy
 from .errors import UsageError, listing
 from .exporter import Exporter
@@ -205,7 +206,8 @@ def open_checkpoint(
             operation.agree()
         config = sidecars.config or {}
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        aliases, untied = _aliases(opened, config, operation)
+        twin = meta_twin(config) if config else None
+        aliases, untied = _aliases(opened, twin, operation)
         exporter = Exporter(opened, dtype=policy, include=include, exclude=exclude, aliases=aliases, untied=untied)
         heeds_config = bool(policy.only_narrow or aliases or untied)
         notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
@@ -267,10 +269,10 @@ def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
 
 
-def _aliases(source: Source, config: Mapping[str, Any], operation: Operation) -> tuple[dict[str, str], list[str]]:
+def _aliases(source: Source, twin: nn.Module | None, operation: Operation) -> tuple[dict[str, str], list[str]]:
     """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
     specs = {spec.name: spec for spec in source.specs}
-    declared = declared_aliases(config, specs) if config else {}
+    declared = declared_aliases(twin, specs)
     part, parts = source.ranks.index(source.rank), len(source.ranks)
     equal = [_are_equal(source, specs[alias], specs[kept], part, parts) for alias, kept in declared.items()]
     everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []
