@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .conversion.aliases import declared_aliases
+from .conversion.shapes import compare_with_config
 from .conversion.twin import meta_twin
 from .dtypes import DtypePolicy
 from .errors import UsageError, listing
@@ -97,7 +98,14 @@ def export_checkpoint(
         ExportError: The checkpoint cannot be read, or the folder not be written.
     """
     checkpoint = open_checkpoint(
-        source, base_model=base_model, prefix=prefix, dtype=dtype, include=include, exclude=exclude, device=device
+        source,
+        base_model=base_model,
+        prefix=prefix,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        device=device,
+        format=choices.get("format", "auto"),
     )
     report = checkpoint.save(path, **choices)
     return replace(report, notes=[*checkpoint.notes, *report.notes])
@@ -176,6 +184,7 @@ def open_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     device: torch.device | str | None = None,
+    format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
     ranks: tuple[int, ...] = (0,),
     rank: int = 0,
 ) -> OpenedCheckpoint:
@@ -189,6 +198,7 @@ def open_checkpoint(
         include: See there.
         exclude: See there.
         device: See there.
+        format: What will be written. With `"safetensors"` the config need not fit the tensors.
         ranks: The global ranks that export together; `(0,)` without a process group.
         rank: This process's global rank.
 
@@ -212,6 +222,8 @@ def open_checkpoint(
         heeds_config = bool(policy.only_narrow or aliases or untied)
         notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
+        if format != "safetensors":
+            sidecars = _fit_to_shapes(sidecars, exporter, twin, notes)
     return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
 
 
@@ -267,6 +279,26 @@ def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence
     num_tensors, hits = len(exporter.source.specs) - len(exporter.plan.aliases), exporter.pattern_hits
     options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
+
+
+def _fit_to_shapes(sidecars: Sidecars, exporter: Exporter, twin: nn.Module | None, notes: list[str]) -> Sidecars:
+    """Return the sidecars with a config that fits the shapes; add what was noticed to the notes.
+
+    Raises:
+        SourceError: No config fits them.
+    """
+    comparison = compare_with_config(
+        exporter.plan.outputs,
+        [spec.name for spec in exporter.source.specs],
+        twin,
+        sidecars.config or {},
+        folder=exporter.source.folder,
+        config_file=sidecars.config_file,
+    )
+    if comparison.error is not None:
+        raise comparison.error
+    notes += comparison.notes
+    return replace(sidecars, edits=comparison.edits)
 
 
 def _aliases(source: Source, twin: nn.Module | None, operation: Operation) -> tuple[dict[str, str], list[str]]:

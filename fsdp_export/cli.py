@@ -148,6 +148,7 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             options["source"] or Path.cwd(),
             ranks=group.ranks,
             rank=group.rank,
+            format=options["format_"],
             **{name: options[name] for name in ("base_model", "prefix", "dtype", "include", "exclude", "device")},
         )
         say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
