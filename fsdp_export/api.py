@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -16,6 +16,8 @@ from torch import nn
 from .conversion.adapter import conversion_of, load_adapter
 from .conversion.aliases import declared_aliases
 from .conversion.cut import Conversion
+from .conversion.shapes import compare_with_config
+from .conversion.twin import meta_twin
 from .dtypes import DtypePolicy
 from .errors import ComparisonError, UsageError, listing
 from .exporter import Exporter
@@ -126,6 +128,7 @@ def export_checkpoint(
         exclude=exclude,
         adapter=adapter,
         device=device,
+        format=choices.get("format", "auto"),
     )
     report = checkpoint.save(path, **choices)
     if verify:
@@ -237,6 +240,7 @@ def open_checkpoint(
     exclude: Sequence[str] = (),
     adapter: Any = None,
     device: torch.device | str | None = None,
+    format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
     ranks: tuple[int, ...] = (0,),
     rank: int = 0,
 ) -> OpenedCheckpoint:
@@ -251,6 +255,7 @@ def open_checkpoint(
         exclude: See there.
         adapter: See there.
         device: See there.
+        format: What will be written. With `"safetensors"` the config need not fit the tensors.
         ranks: The global ranks that export together; `(0,)` without a process group.
         rank: This process's global rank.
 
@@ -268,9 +273,10 @@ def open_checkpoint(
             operation.agree()
         config = sidecars.config or {}
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
+        twin = meta_twin(config) if config else None
         conversion = _conversion(adapter, opened, sidecars)
         origins = _origins(opened, conversion)
-        aliases, untied = _aliases(opened, origins, config, operation)
+        aliases, untied = _aliases(opened, origins, twin, operation)
         exporter = Exporter(
             opened,
             dtype=policy,
@@ -285,6 +291,8 @@ def open_checkpoint(
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
         if conversion is not None and conversion.unused:
             notes.append(f"the adapter makes nothing of {len(conversion.unused):,}: {listing(conversion.unused)}")
+        if format != "safetensors":
+            sidecars = _fit_to_shapes(sidecars, exporter, origins, twin, notes)
     return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
 
 
@@ -367,11 +375,33 @@ def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorS
     return {spec.name: spec for spec in source.specs}
 
 
+def _fit_to_shapes(
+    sidecars: Sidecars, exporter: Exporter, names: Iterable[str], twin: nn.Module | None, notes: list[str]
+) -> Sidecars:
+    """Return the sidecars with a config that fits the shapes; add what was noticed to the notes.
+
+    Raises:
+        SourceError: No config fits them.
+    """
+    comparison = compare_with_config(
+        exporter.plan.outputs,
+        list(names),
+        twin,
+        sidecars.config or {},
+        folder=exporter.source.folder,
+        config_file=sidecars.config_file,
+    )
+    if comparison.error is not None:
+        raise comparison.error
+    notes += comparison.notes
+    return replace(sidecars, edits=comparison.edits)
+
+
 def _aliases(
-    source: Source, origins: Mapping[str, TensorSpec | None], config: Mapping[str, Any], operation: Operation
+    source: Source, origins: Mapping[str, TensorSpec | None], twin: nn.Module | None, operation: Operation
 ) -> tuple[dict[str, str], list[str]]:
     """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
-    declared = declared_aliases(config, origins) if config else {}
+    declared = declared_aliases(twin, origins)
     part, parts = source.ranks.index(source.rank), len(source.ranks)
     equal = [_are_equal(source, origins[alias], origins[kept], part, parts) for alias, kept in declared.items()]
     everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []

@@ -156,6 +156,7 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             options["source"] or Path.cwd(),
             ranks=group.ranks,
             rank=group.rank,
+            format=options["format_"],
             **{
                 name: options[name]
                 for name in ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "device")

@@ -467,6 +467,32 @@ def test_a_base_model_that_is_nowhere(run, environ, tmp_path):
     assert message.startswith("the base model 'me/tiny' is no folder, not in the hub cache and not to be downloaded: ")
 
 
+def test_a_base_model_of_other_shapes_is_refused(run, base, tmp_path):
+    config = json.loads((base / "config.json").read_text()) | {"intermediate_size": 24}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    message = (
+        f"a shape that disagrees with the config for 'model.layers.0.mlp.gate_proj.weight' in {run}/step-500: expected "
+        f"(24, 16) as {tmp_path}/other/config.json has it, found (26, 16), and 5 more that disagree. "
+        "Give a --base-model whose config fits, or leave the tensor out with --exclude."
+    )
+    arguments = (run, "--base-model", tmp_path / "other")
+    for more in (("--out", "out"), ("--out", "out", "-q"), ("--dry-run",)):
+        assert refusal(*arguments, *more, code=1) == message
+    assert not Path("out").exists()
+
+
+def test_a_resized_vocabulary_is_told_before_anything_is_written(run, base, tmp_path):
+    config = json.loads((base / "config.json").read_text()) | {"vocab_size": 30}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    note = "vocab_size in config.json becomes 33, the number of rows of model.embed_tokens.weight; it was 30"
+    arguments = (run, "--base-model", tmp_path / "other")
+    assert note in call(*arguments, "--dry-run").stdout.splitlines()
+    assert note in call(*arguments, "--out", "out").stdout.splitlines()
+    assert json.loads(Path("out/config.json").read_text())["vocab_size"] == 33
+
+
 def test_a_run_without_a_config_becomes_one_file(run, model):
     result = call(run, "--out", "out")
     assert result.stdout.splitlines()[1] == (
