@@ -69,9 +69,9 @@ def test_a_checkpoint_becomes_the_folder_of_save_pretrained(run, model, tmp_path
 
 
 @pytest.mark.parametrize("kinds", list(product([True, False], repeat=3)), ids=str)
-def test_what_is_there_is_copied_and_what_is_not_is_told(kinds, model, tmp_path):
-    save(tmp_path / "run/step-5", {"model": model.state_dict()})
+def test_what_is_there_is_copied_and_what_is_not_is_told(kinds, tmp_path):
     hub = write_hub_folder(tmp_path / "hub")
+    save(tmp_path / "run/step-5", {"model": load_file(hub / "model.safetensors")})
     files = {"config": ["config.json"], "generation_config": ["generation_config.json"], "tokenizer": TOKENIZER}
     there = [kind for kind, is_there in zip(files, kinds, strict=True) if is_there]
     for name in (name for kind in there for name in files[kind]):
@@ -146,6 +146,13 @@ def test_a_tied_head_that_differs_is_written_and_the_config_says_so(run, model, 
     opened.save(tmp_path / "out")
     assert_holds(tmp_path / "out", state_dict)
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_without_a_config_no_model_is_built(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp_export.api.meta_twin", lambda _: pytest.fail("this imports transformers"))
+    flat = {EMBEDDING: model.state_dict()[EMBEDDING].flatten()}
+    export_checkpoint(save(tmp_path / "step-1", flat), tmp_path / "out")
+    assert_holds(tmp_path / "out", flat)
 
 
 def test_the_hits_of_patterns_are_told(run, tmp_path):

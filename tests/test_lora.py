@@ -46,7 +46,7 @@ def test_what_two_ranks_saved_says_the_same_when_peft_has_loaded_it(kind, tmp_pa
     assert not torch.allclose(said, logits(hf_model("llama")), atol=1e-3)
     for layout in ["sharded", "full", *(["verl"] if kind != "saved" else [])]:
         out = tmp_path / "out" / layout
-        report = export_checkpoint(tmp_path / layout, out)
+        report = export_checkpoint(tmp_path / layout, out, verify=True)
         assert report.files.keys() == WRITTEN
         written = load_file(out / "adapter_model.safetensors")
         # Embeddings that have an adapter are stored too where PEFT made the state dict.
@@ -101,7 +101,13 @@ def test_the_command_says_that_it_is_an_adapter_and_where_all_came_from(plain, t
 
 
 @pytest.mark.parametrize(
-    "name", ["model.safetensors", "adapter_model.bin", "shard-00001-model-00001-of-00001.safetensors"]
+    "name",
+    [
+        "model.safetensors",
+        "adapter_model.bin",
+        "adapter_model.safetensors",
+        "shard-00001-model-00001-of-00001.safetensors",
+    ],
 )
 def test_files_of_other_kinds_that_hold_an_adapter_are_adapters(name, plain, tmp_path):
     tensors = on_disk(peft_model("plain"))
@@ -152,7 +158,7 @@ def test_without_lora_alpha_only_the_tensors_are_written(plain, tmp_path):
 def test_an_adapter_and_a_model_take_each_others_place(plain, tmp_path):
     out, model = tmp_path / "out", hf_model("llama")
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    base = write_hub_folder(tmp_path / "base")
+    model.save_pretrained(tmp_path / "base")
 
     def exported(source, **options):
         report = export_checkpoint(source, out, **options)
@@ -160,7 +166,7 @@ def test_an_adapter_and_a_model_take_each_others_place(plain, tmp_path):
         return report
 
     exported(plain)
-    report = exported(tmp_path / "model.pt", base_model=base)
+    report = exported(tmp_path / "model.pt", base_model=tmp_path / "base")
     assert set(report.removed) == WRITTEN
     report = exported(plain)
     assert {"model.safetensors", "config.json"} <= set(report.removed)

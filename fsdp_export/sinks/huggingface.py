@@ -17,13 +17,16 @@ from ..plan import Plan
 from ..sidecars.collect import Sidecars, fit_config, write
 from ..sizes import is_size
 from ..table import human_bytes, summary
+from ..verification import Verification
 from .files import FileSink, single_file, write_text
 
-__all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
+__all__ = ["ADAPTER_FILE", "HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""What PEFT calls the weights of an adapter."""
 
 _log = logging.getLogger("fsdp_export")
 _INDEX = "model.safetensors.index.json"
-_ADAPTER = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Report:
         removed: Names of files of an earlier export that are gone; on the first rank.
         notes: What was decided or is missing, a line each; on the first rank.
         what: Tensors, bytes and dtypes in words.
+        verification: What came of reading it back; None if that was not asked for.
     """
 
     path: Path
@@ -49,6 +53,7 @@ class Report:
     removed: Sequence[str] = ()
     notes: Sequence[str] = ()
     what: str = ""
+    verification: Verification | None = None
 
     def headline(self) -> str:
         """Return what was written, how big and how fast, in one line."""
@@ -58,9 +63,10 @@ class Report:
         return f"{self.what}, {files} in {self.path} after {self.seconds:.1f} s ({speed}/s)"
 
     def lines(self) -> list[str]:
-        """Return everything a person wants to know; the last line is the headline."""
+        """Return everything a person wants to know; last comes the headline, and what was verified."""
         removed = [f"removed {', '.join(self.removed)} of the earlier export"] if self.removed else []
-        return [*self.notes, *removed, f"wrote {self.headline()}"]
+        verified = self.verification.lines() if self.verification is not None else []
+        return [*self.notes, *removed, f"wrote {self.headline()}", *verified]
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -72,6 +78,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "removed": list(self.removed),
             "notes": list(self.notes),
+            **({"verified": self.verification.as_json()} if self.verification is not None else {}),
         }
 
 
@@ -189,7 +196,7 @@ class HuggingFaceSink(FileSink):
 
 
 def _lora_file(plan: Plan) -> list[FileLayout]:
-    return [lay_out(_ADAPTER, plan.outputs)]
+    return [lay_out(ADAPTER_FILE, plan.outputs)]
 
 
 def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
