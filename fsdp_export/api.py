@@ -149,6 +149,7 @@ class OpenedCheckpoint:
             overwrite=overwrite,
             fsync=fsync,
             provenance={"source": _provenance(self.source)},
+            way_to_config="" if self.base_model else ". Give --base-model to have them",
         )
         started = time.perf_counter()
         self.exporter.send(sink, delivered=delivered)

@@ -468,7 +468,8 @@ def test_a_base_model_that_is_nowhere(run, environ, tmp_path):
 def test_a_run_without_a_config_becomes_one_file(run, model):
     result = call(run, "--out", "out")
     assert result.stdout.splitlines()[1] == (
-        "no config was found: one safetensors file is written, without config or tokenizer"
+        "no config was found: one safetensors file is written, without config or tokenizer. "
+        "Give --base-model to have them"
     )
     assert_holds(Path("out"), dict(model.state_dict()))
     assert tree(Path("out")).keys() == {"fsdp_export.json", "model.safetensors"}

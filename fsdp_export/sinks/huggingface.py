@@ -105,8 +105,20 @@ def folder_sink(
     overwrite: bool,
     fsync: bool,
     provenance: Mapping[str, object] | None = None,
+    way_to_config: str = "",
 ) -> HuggingFaceSink:
     """Return the sink of a format; `"auto"` is `"hf"` where there is a config.
+
+    Args:
+        folder: The folder to write.
+        format: `"auto"`, `"hf"` or `"safetensors"`.
+        has_config: Whether there is a config.
+        sidecars: Returns what lies beside the weights in a Hugging Face folder.
+        max_shard_size: Bytes per file of it.
+        overwrite: Whether weights that no export recorded are replaced.
+        fsync: Whether to wait until the disk has the bytes.
+        provenance: What the record of the export says of the source.
+        way_to_config: What a note that there is no config goes on with.
 
     Raises:
         UsageError: As `folder_layouts`; or the format is `"hf"` and there is no config.
@@ -116,7 +128,8 @@ def folder_sink(
     if not has_config and format == "hf":
         raise UsageError("no config for a Hugging Face folder", fix="Give --base-model, or --format safetensors")
     if not has_config and format == "auto":
-        notes.append("no config was found: one safetensors file is written, without config or tokenizer")
+        note = "no config was found: one safetensors file is written, without config or tokenizer"
+        notes.append(note + way_to_config)
     return HuggingFaceSink(
         folder,
         lay_out_files=lay_out,
