@@ -123,7 +123,7 @@ def assert_exported(runs: Runs, layouts: Mapping[str, Layout], name: str, model:
     assert exported.source == folder
     assert exported.found.startswith(layout.found.format(W=runs.world_size))
     assert_holds(exported, MODELS[model]().state_dict())
-    for path in {folder, run / Path(layout.place).parts[0]} if model == layout.models[0] else ():
+    for path in {folder, run.joinpath(*Path(layout.place).parts[:1])} if model == layout.models[0] else ():
         said = command(path, "--dry-run")
         assert (Path(said["source"]), said["found"]) == (folder, exported.found)
 

@@ -49,7 +49,12 @@ def save_as_verl(folder: Path, model: nn.Module) -> None:
 
 
 def save_as_accelerate(
-    folder: Path, model: nn.Module, kind: StateDictType, *, optimizer: torch.optim.Optimizer | None = None, **options: Any
+    folder: Path,
+    model: nn.Module,
+    kind: StateDictType,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
 ) -> None:
     """Save with accelerate, which for its own part does not train on CPUs."""
     import accelerate

@@ -28,7 +28,7 @@ def in_a_step(kind: StateDictType, **options: Any) -> Any:
         step.mkdir(parents=True, exist_ok=True)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         save_as_accelerate(step, model, kind, optimizer=torch.optim.SGD(trained, momentum=0.9), **options)
-        rng = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+        rng = {"python": random.getstate(), "numpy": np.arange(3), "cpu": torch.get_rng_state()}
         torch.save(rng, step / f"rng_state_{dist.get_rank()}.pth")
         if dist.get_rank() == 0:
             torch.save({"last_epoch": 10}, step / "scheduler.pt")

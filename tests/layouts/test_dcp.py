@@ -115,9 +115,7 @@ LAYOUTS = {
     "torchtitan": Layout(saved_as(of_torchtitan), "step-10", FOUND),
     "composer": Layout(saved_as(of_composer), "ep1-ba10", FOUND),
     "lightning": Layout(as_lightning, "checkpoints/epoch=0-step=10.ckpt", FOUND),
-    "nemo rl 1": Layout(
-        saved_as(lambda model: {"model": model.state_dict()}), "step_10/policy/weights", FOUND
-    ),
+    "nemo rl 1": Layout(saved_as(lambda model: {"model": model.state_dict()}), "step_10/policy/weights", FOUND),
     "nemo rl 2": Layout(saved_as(nn.Module.state_dict), "step_10/policy/weights/model", FOUND),
 }
 WRITERS = {
