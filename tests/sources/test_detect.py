@@ -83,6 +83,7 @@ def test_the_metadata_file_names_its_folder(tmp_path: Path) -> None:
     [
         ("latest_checkpointed_iteration.txt", "500"),
         ("latest_checkpointed_iteration.txt", "0500\n"),
+        ("latest_ckpt_global_step.txt", "500"),
         ("LATEST", "global_step_500\n"),
         ("LATEST", "/elsewhere/runs/global_step_500/"),
         ("latest", "global_step_500"),
