@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from .compat import all_gather_into
-from .plan import Rows
 from .spec import Mesh, Sharding, TensorSpec
+from .steps import Rows
 
 __all__ = ["Block", "Gather", "Groups"]
 

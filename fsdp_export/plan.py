@@ -1,128 +1,28 @@
 """What is delivered, by whom, in which pieces: known on every rank before the first byte moves.
 
-A *step* maps input tensors to output tensors. It is cut along dim 0 into *units*, here the rows; what one rank holds
-of all its inputs it can deliver alone. `local_windows` says which units each rank delivers so, `gathered_steps` which
-steps need the other ranks, and `windows` cuts those into buckets of bounded size.
+What one rank holds of all the inputs of a step it can deliver alone: `local_windows` says which units each rank
+delivers so, `gathered_steps` which steps need the other ranks, and `windows` cuts those into buckets of bounded size.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
 
 from .errors import PlanError
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .names import check_unique
-from .spec import Sharding, TensorInfo, TensorSpec
+from .spec import Box, Sharding, TensorInfo
+from .steps import Rows, Step, Window
 from .table import plan_table
 
-__all__ = ["Piece", "Plan", "Step", "Window", "copy_step", "share_out"]
+__all__ = ["Plan", "share_out"]
 
-Rows = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some rows of an output tensor.
-
-    Attributes:
-        info: The output: name, global shape, dtype.
-        first_row: Where in dim 0 the rows begin.
-        tensor: The rows, on any device, in the output's dtype; a 0-dim output comes whole.
-    """
-
-    info: TensorInfo
-    first_row: int
-    tensor: torch.Tensor
-
-
-Convert = Callable[[Sequence[torch.Tensor], int], Iterable[Piece]]
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Maps inputs to outputs, unit by unit.
-
-    Attributes:
-        inputs: What it reads; unit `i` needs row `i` of each.
-        outputs: What it makes.
-        num_units: Number of units.
-        read_dtype: The dtype inputs are cast to as they are read, before a gather; None to leave them.
-        convert: Maps the rows of a range of units, and the first unit, to pieces.
-    """
-
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorInfo, ...]
-    num_units: int
-    read_dtype: torch.dtype | None
-    convert: Convert
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all outputs."""
-        return sum(output.num_bytes for output in self.outputs)
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of the inputs of one unit, as they are gathered."""
-        return sum(spec.row_bytes * self._gathered_itemsize(spec) // spec.dtype.itemsize for spec in self.inputs)
-
-    def _gathered_itemsize(self, spec: TensorSpec) -> int:
-        return (self.read_dtype or spec.dtype).itemsize
-
-
-def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None) -> Step:
-    """Return the step that delivers a tensor under its own name.
-
-    Args:
-        spec: The tensor.
-        dtype: What to cast it to; None to keep its dtype. A cast that narrows comes before a gather, one that widens
-            after it.
-    """
-    output = TensorInfo(spec.name, spec.shape, dtype or spec.dtype)
-    narrows = output.dtype.itemsize < spec.dtype.itemsize
-
-    def convert(inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
-        yield Piece(output, first_unit, inputs[0].to(output.dtype))
-
-    return Step((spec,), (output,), spec.num_rows, output.dtype if narrows else None, convert)
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Units of a step that are read together.
-
-    Attributes:
-        step: The step.
-        blocks: Disjoint ranges of units, ascending. Inputs hold their rows one after the other.
-    """
-
-    step: Step
-    blocks: tuple[Rows, ...]
-
-    @property
-    def num_units(self) -> int:
-        """Number of units in all blocks."""
-        return sum(stop - first for first, stop in self.blocks)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the inputs."""
-        return self.num_units * self.step.unit_bytes
-
-    def part(self, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
-        """Yield where in the inputs, and which units, the units `begin` to before `end` of this window are."""
-        row = 0
-        for first, stop in self.blocks:
-            low, high = max(begin, row), min(end, row + stop - first)
-            if low < high:
-                yield low, (first + low - row, first + high - row)
-            row += stop - first
+_Holders = tuple[tuple[Rows, tuple[int, ...]], ...]
+"""Disjoint ranges of units, and the ranks that hold what these need."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +90,7 @@ class Plan:
         held: dict[tuple[int, ...], list[tuple[int, Window]]] = {}
         for position, step in enumerate(self.steps):
             if _is_local(step):
-                for rows, ranks in _row_holders(step):
+                for rows, ranks in _unit_holders(step):
                     if rank in ranks:
                         held.setdefault(ranks, []).append((position, Window(step, (rows,))))
         mine = []
@@ -248,14 +148,31 @@ def _units_before(cut: int, window: Window) -> int:
     return min(max(cut, 0) * num_units // window.num_bytes, num_units) if window.num_bytes else 0
 
 
-def _row_holders(step: Step) -> tuple[tuple[Rows, tuple[int, ...]], ...]:
-    """Return ranges of rows, and the ranks that hold them in full width."""
-    assert len(step.inputs) == 1, "a step with several inputs needs the ranks that hold the rows of all of them"
-    return _row_holders_of(step.inputs[0].sharding, step.inputs[0].shape)
+def _unit_holders(step: Step) -> _Holders:
+    """Return ranges of units, and the ranks that hold all that these need of every input."""
+    units: _Holders = (((0, step.num_units), step.inputs[0].sharding.mesh.ranks),)
+    for spec in step.by_unit:
+        units = _both(_row_holders(spec.sharding, spec.shape), units)
+    for spec in step.whole:
+        everything = Box.whole(spec.shape)
+        holders = next((ranks for box, ranks in spec.sharding.holders(spec.shape) if box == everything), ())
+        units = _both(units, (((0, step.num_units), holders),))
+    return units
+
+
+def _both(some: _Holders, others: _Holders) -> _Holders:
+    """Return the ranges in which two sets of ranges overlap, with the ranks that they share."""
+    overlaps = (
+        ((max(low, first), min(high, stop)), tuple(rank for rank in ranks if rank in holders))
+        for (low, high), ranks in some
+        for (first, stop), holders in others
+    )
+    return tuple((rows, ranks) for rows, ranks in overlaps if rows[0] < rows[1] and ranks)
 
 
 @functools.lru_cache(maxsize=4096)
-def _row_holders_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[Rows, tuple[int, ...]], ...]:
+def _row_holders(sharding: Sharding, shape: tuple[int, ...]) -> _Holders:
+    """Return ranges of rows of a tensor, and the ranks that hold them in full width."""
     return tuple(
         (box.rows, ranks)
         for box, ranks in sharding.holders(shape)
@@ -264,12 +181,15 @@ def _row_holders_of(sharding: Sharding, shape: tuple[int, ...]) -> tuple[tuple[R
 
 
 def _is_local(step: Step) -> bool:
-    return sum(stop - first for (first, stop), _ in _row_holders(step)) == step.num_units
+    return sum(stop - first for (first, stop), _ in _unit_holders(step)) == step.num_units
 
 
 def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
-    """Cut a step into windows that take an equal number of rows from every block of dim 0."""
-    spec = step.inputs[0]
+    """Cut a step into windows that take an equal number of units from every block of dim 0."""
+    if not step.by_unit:
+        yield Window(step, ((0, step.num_units),))
+        return
+    spec = step.by_unit[0]
     blocks = sorted({box.rows for box, _ in spec.sharding.holders(spec.shape) if box.rows[0] < box.rows[1]})
     longest = max((stop - first for first, stop in blocks), default=0)
     rows = max(max_bytes // (step.unit_bytes * len(blocks)), 1) if step.unit_bytes and blocks else max(longest, 1)

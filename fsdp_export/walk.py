@@ -8,8 +8,12 @@ waiting inside a collective. A slow consumer is waited for at the fence too, who
 from __future__ import annotations
 
 import functools
+import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,9 +22,10 @@ import torch
 
 from .fence import Operation
 from .gather import Block, Gather
-from .plan import Piece, Plan, Window, share_out
+from .plan import Plan, share_out
 from .sinks.base import Sink
 from .sources.base import Source
+from .steps import Piece, Rows, Step, StoredPiece, Window
 
 __all__ = ["CHUNK_BYTES", "Delivered", "gathered_pieces", "run", "walk"]
 
@@ -29,6 +34,10 @@ CHUNK_BYTES = 32 << 20
 
 Delivered = Callable[[int], None]
 """Called with the bytes of outputs that were just delivered by this rank."""
+
+_MAX_THREADS = 4
+# What is read comes into new memory, which is used again, and stays in the processor's cache, if it is small.
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,11 @@ class _Bucket:
         items = list(self._items())
         for index, begin, end in share_out(self.windows, part, parts):
             window, inputs = items[index]
+            num_by_unit = len(window.step.by_unit)
             for row, (first, stop) in window.part(begin, end):
                 rows = slice(row, row + stop - first)
-                yield from window.step.convert([tensor[rows] if tensor.dim() else tensor for tensor in inputs], first)
+                mine = [tensor[rows] if tensor.dim() else tensor for tensor in inputs[:num_by_unit]]
+                yield from window.step.convert(mine + inputs[num_by_unit:], first)
 
     def _items(self) -> Iterator[tuple[Window, list[torch.Tensor]]]:
         tensors = iter(self.tensors)
@@ -117,11 +128,16 @@ def walk(
 
     Loop variables are deleted, here and below: they would keep a bucket while the next is gathered.
     """
+    counting = threading.Lock()
 
-    def deliver(piece: Piece) -> None:
+    def deliver(piece: Piece | StoredPiece) -> None:
         operation.check()
-        sink.write(piece)
-        delivered(piece.tensor.numel() * piece.info.dtype.itemsize)
+        if isinstance(piece, StoredPiece):
+            sink.copy(piece)
+        else:
+            sink.write(piece)
+        with counting:
+            delivered(piece.num_bytes)
 
     if sink.delivery == "everyone":
         for piece in gathered_pieces(plan, source, operation, bucket_bytes):
@@ -129,8 +145,7 @@ def walk(
             del piece
         return
     if not gather_all:
-        for piece in _held_pieces(plan, source):
-            deliver(piece)
+        _deliver_held(plan, source, sink, deliver)
     steps = plan.steps if gather_all else plan.gathered_steps
     position = plan.ranks.index(source.rank)
     for bucket in _gathered(plan.windows(steps, bucket_bytes, whole=False), source, operation):
@@ -151,19 +166,83 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
         del bucket
 
 
-def _held_pieces(plan: Plan, source: Source) -> Iterator[Piece]:
-    """Yield what this rank delivers from the rows it holds. Each rank begins elsewhere, so mostly in another file."""
-    windows = [window for window in plan.local_windows(source.rank) if window.num_bytes]
+def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Piece | StoredPiece], None]) -> None:
+    """Deliver what this rank can from the rows it holds, with several threads where source and sink can take that."""
+    if not (source.is_concurrent and sink.is_concurrent):
+        for step, rows in _held(plan, source.rank):
+            _deliver_rows(step, rows, source, sink, deliver)
+        return
+    pending: deque[Future[None]] = deque()
+    with _threads() as threads:
+        try:
+            for step, rows in _held(plan, source.rank):
+                pending.append(threads.submit(_deliver_rows, step, rows, source, sink, deliver))
+                if len(pending) > 2 * _MAX_THREADS:
+                    pending.popleft().result()
+            while pending:
+                pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Start threads in each of which torch uses no more threads; torch takes that for the default of all to come."""
+    num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    try:
+        with ThreadPoolExecutor(num_threads, "fsdp-export-walk", torch.set_num_threads, (1,)) as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(torch.get_num_threads())
+
+
+def _held(plan: Plan, rank: int) -> Iterator[tuple[Step, Rows]]:
+    """Yield the units that a rank delivers alone, a chunk at a time. Each begins elsewhere, mostly in another file."""
+    windows = [window for window in plan.local_windows(rank) if window.num_bytes]
     ends = list(accumulate(window.num_bytes for window in windows))
-    begin = ends[-1] * plan.ranks.index(source.rank) // len(plan.ranks) if ends else 0
+    begin = ends[-1] * plan.ranks.index(rank) // len(plan.ranks) if ends else 0
     turn = next((index for index, end in enumerate(ends) if end > begin), 0)
     for window in windows[turn:] + windows[:turn]:
-        step = window.step
-        rows = max(CHUNK_BYTES // max(sum(spec.row_bytes for spec in step.inputs), 1), 1)
-        for block_first, block_stop in window.blocks:
-            for first in range(block_first, block_stop, rows):
-                inputs = [source.rows(spec, first, min(first + rows, block_stop)) for spec in step.inputs]
-                yield from step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], first)
+        for block in window.blocks:
+            for units in _chunks(window.step, block, CHUNK_BYTES):
+                yield window.step, units
+
+
+def _chunks(step: Step, units: Rows, max_bytes: int) -> Iterator[Rows]:
+    """Cut a range of units so that the rows that they need for themselves are no larger than that."""
+    count = max(max_bytes // max(sum(spec.row_bytes for spec in step.by_unit), 1), 1)
+    for first in range(*units, count):
+        yield first, min(first + count, units[1])
+
+
+def _deliver_rows(
+    step: Step, units: Rows, source: Source, sink: Sink, deliver: Callable[[Piece | StoredPiece], None]
+) -> None:
+    """Deliver units of a step: from file to file what lies on disk as it is to be written, the rest through memory."""
+    stored = _stored_pieces(step, units, source) if step.parts and sink.copies_files else None
+    if stored is not None:
+        for stored_piece in stored:
+            deliver(stored_piece)
+        return
+    for chunk in _chunks(step, units, _READ_BYTES if source.is_concurrent else CHUNK_BYTES):
+        inputs = [source.rows(spec, *rows) for spec in step.inputs for rows in step.rows_of(spec, (chunk,))]
+        for piece in step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], chunk[0]):
+            deliver(piece)
+
+
+def _stored_pieces(step: Step, units: Rows, source: Source) -> list[StoredPiece] | None:
+    """Return the outputs of units as they lie in files; None where one does not."""
+    pieces = []
+    for part in step.parts:
+        inside = part.within(*units)
+        if inside is not None:
+            first_row, rows = inside
+            extents = source.extents(step.by_unit[0], *rows)
+            if extents is None:
+                return None
+            pieces.append(StoredPiece(part.info, first_row, extents))
+    return pieces
 
 
 def _gathered(buckets: list[list[Window]], source: Source, operation: Operation) -> Iterator[_Bucket]:
@@ -196,14 +275,15 @@ def _blocks(window: Window, source: Source) -> Iterator[Block]:
     """Bring this rank's part of a window to the device."""
     for spec in window.step.inputs:
         span = spec.sharding.box(spec.shape, source.rank).rows
-        mine = [(max(first, span[0]), min(stop, span[1])) for first, stop in window.blocks]
+        blocks = window.step.rows_of(spec, window.blocks)
+        mine = [(max(first, span[0]), min(stop, span[1])) for first, stop in blocks]
         parts = [source.rows(spec, first, stop) for first, stop in mine if first < stop]
         local = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else source.rows(spec, span[0], span[0])
         local = _cast(local, window.step.read_dtype)
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
         is_async = source.device.type != "cpu"
         local = local.to(source.device, non_blocking=is_async, copy=spec.sharding.is_replicated)
-        yield Block(spec, window.blocks, local.contiguous())
+        yield Block(spec, blocks, local.contiguous())
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

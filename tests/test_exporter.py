@@ -16,8 +16,8 @@ from torch.distributed.tensor import Shard
 
 from fsdp_export import Exporter
 from fsdp_export.errors import NotFoundError, PlanError, RankError, SinkError, UsageError
-from fsdp_export.plan import Piece
 from fsdp_export.sinks.base import MemorySink, Sink
+from fsdp_export.steps import Piece
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 100, 10_000, None])

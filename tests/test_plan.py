@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fsdp_export.errors import PlanError
-from fsdp_export.plan import Plan, Step, Window, copy_step, share_out
+from fsdp_export.plan import Plan, share_out
 from fsdp_export.spec import Mesh, Sharding, TensorSpec
+from fsdp_export.steps import Step, Window, copy_step
 
 MESHES = [Mesh((0,), (1,)), Mesh((0, 1), (2,)), Mesh((0, 1, 2, 3), (4,)), Mesh((2, 0, 3, 1), (2, 2))]
 MESHES.append(Mesh(tuple(range(12)), (3, 2, 2)))

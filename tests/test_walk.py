@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_export import Exporter, gather, walk
 from fsdp_export.errors import ExportError, SinkError, SourceError
-from fsdp_export.plan import Piece, Plan
+from fsdp_export.plan import Plan
 from fsdp_export.sinks.base import Delivery, MemorySink, Sink
 from fsdp_export.sources.live import LiveSource
 from fsdp_export.spec import TensorSpec
+from fsdp_export.steps import Piece
 
 MIB = 1 << 20
 _M_MMAP_THRESHOLD = -3

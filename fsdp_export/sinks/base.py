@@ -6,7 +6,8 @@ from typing import Literal
 
 import torch
 
-from ..plan import Piece, Plan
+from ..plan import Plan
+from ..steps import Piece, StoredPiece
 
 __all__ = ["Delivery", "MemorySink", "Sink"]
 
@@ -29,9 +30,13 @@ class Sink:
         delivery: `"once"`: every row of every tensor is written on exactly one rank, in any order (a rank writes what
             it holds, so nothing is gathered that need not be). `"everyone"`: every tensor is written whole, in plan
             order, on every rank, on the device.
+        is_concurrent: Whether `write` and `copy` may be called from several threads at once.
+        copies_files: Whether `copy` takes rows that lie in files just as they are to be written.
     """
 
     delivery: Delivery = "everyone"
+    is_concurrent: bool = False
+    copies_files: bool = False
 
     def begin(self, plan: Plan) -> str:
         """Prepare the update. Called on the first rank only.
@@ -60,6 +65,10 @@ class Sink:
         stream than the current one. With `"once"` it may be the module's own memory: do not change it, and copy it if
         it is needed after this returns.
         """
+        raise NotImplementedError
+
+    def copy(self, piece: StoredPiece) -> None:
+        """Take rows from the files they are in, instead of a piece. Called only where `copies_files` says so."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -11,14 +11,16 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import torch
 
 from ..errors import SourceError
+from ..steps import Extent
 
-__all__ = ["ByteFiles", "DataFiles", "Place", "Strided", "is_inside", "is_possible", "read_rows"]
+__all__ = ["ByteFiles", "DataFiles", "Place", "Strided", "is_inside", "is_possible", "read_rows", "row_extent"]
 
 _MAX_OPEN = 64
 _MAX_DIMS = 64
@@ -106,7 +108,7 @@ class DataFiles:
         """
         position = 0
         try:
-            with self._opened(file) as descriptor:
+            with self.opened(file) as descriptor:
                 while position < len(target):
                     count = os.preadv(descriptor, [target[position:]], offset + position)
                     if not count:
@@ -136,7 +138,7 @@ class DataFiles:
             SourceError: It cannot be opened.
         """
         try:
-            with self._opened(file) as descriptor:
+            with self.opened(file) as descriptor:
                 return os.fstat(descriptor).st_size
         except OSError as error:
             raise self._unreadable(file, error) from error
@@ -150,7 +152,12 @@ class DataFiles:
         return SourceError("a data file that cannot be read", file=self.folder / file, found=error.strerror or error)
 
     @contextmanager
-    def _opened(self, file: str) -> Iterator[int]:
+    def opened(self, file: str) -> Iterator[int]:
+        """Give a descriptor of a file, which stays open for the time of the context.
+
+        Raises:
+            OSError: It cannot be opened.
+        """
         with self._lock:
             descriptor = self._descriptors.pop(file, None)
             if descriptor is None:
@@ -206,3 +213,24 @@ def read_rows(files: ByteFiles, stored: Strided, first: int, target: torch.Tenso
         files.read_into(stored.file, begin + offset * itemsize, memory[number * run_bytes : (number + 1) * run_bytes])
     if not is_direct:
         target.copy_(ordered.permute([order.index(dim) for dim in range(len(shape))]))
+
+
+def row_extent(files: ByteFiles, stored: Strided, first: int, stop: int) -> Extent | None:
+    """Return where the bytes of rows of a stored tensor lie in its file; None where they are not one run of bytes.
+
+    Args:
+        files: What has its bytes.
+        stored: The tensor.
+        first: The first row; 0 for a 0-dim tensor.
+        stop: The one after the last.
+    """
+    if not isinstance(files, DataFiles):
+        return None
+    run = 1
+    for size, stride in zip(reversed(stored.shape), reversed(stored.strides), strict=True):
+        if size > 1 and stride != run:
+            return None
+        run *= size
+    row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
+    offset, num_bytes = stored.offset + first * row_bytes, (stop - first) * row_bytes
+    return Extent(files.folder / stored.file, offset, num_bytes, partial(files.opened, stored.file))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import torch
 
 from ..gather import Groups
 from ..spec import TensorSpec
+from ..steps import Extent
 
 __all__ = ["Source"]
 
@@ -25,6 +27,7 @@ class Source(Protocol):
         description: One line that says what was found.
         copies: Tensors of which every rank has a copy of its own that nothing keeps equal.
         groups: Process groups along the mesh axes that specs name, where they have more than one rank.
+        is_concurrent: Whether rows may be asked for by several threads at once.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -35,6 +38,7 @@ class Source(Protocol):
     description: str
     copies: tuple[TensorSpec, ...]
     groups: Groups
+    is_concurrent: bool
 
     def refresh(self) -> None:
         """Look again for what may have changed since the last walk. Called before every walk."""
@@ -53,5 +57,17 @@ class Source(Protocol):
 
         Raises:
             SourceError: The rows cannot be read.
+        """
+        ...
+
+    def extents(self, spec: TensorSpec, first: int, stop: int) -> Sequence[Extent] | None:
+        """Return where the bytes of rows `first` to before `stop` of a tensor lie in files, in order.
+
+        Returns:
+            None where they do not lie there just as `rows` returns them, or in too many places, so that they have to
+            be read.
+
+        Raises:
+            SourceError: The files cannot be read.
         """
         ...

@@ -110,6 +110,7 @@ class LiveSource:
     """
 
     folder: Path | None = None
+    is_concurrent = False
 
     def __init__(
         self,
@@ -165,6 +166,9 @@ class LiveSource:
             return local
         begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
+
+    def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
+        """Return None: rows are in memory."""
 
     def _read(self) -> dict[str, _Entry]:
         own = named_tensors(self._model)

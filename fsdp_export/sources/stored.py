@@ -15,8 +15,9 @@ import torch
 
 from ..errors import SourceError
 from ..spec import Box, Sharding, TensorSpec
+from ..steps import Extent
 from ..table import summary
-from .archive import ByteFiles, Place, Strided, read_rows
+from .archive import ByteFiles, Place, Strided, read_rows, row_extent
 
 if TYPE_CHECKING:  # it needs torch.distributed, which reading does not
     from ..gather import Groups
@@ -76,6 +77,7 @@ class StoredSource:
 
     copies: tuple[TensorSpec, ...] = ()
     skipped: tuple[str, ...] = ()
+    is_concurrent = True
 
     def __init__(
         self,
@@ -120,6 +122,23 @@ class StoredSource:
                 target = result[(slice(low - first, high - first), *columns)] if tensor.shape else result
                 self._read(tensor, chunk, low - begin, target)
         return result.to(self.device)
+
+    def extents(self, spec: TensorSpec, first: int, stop: int) -> list[Extent] | None:
+        """Return where the bytes of rows lie; see `Source.extents`."""
+        tensor = self._tensors[spec.name]
+        extents = []
+        for chunk in tensor.chunks:
+            begin, end = chunk.box.rows
+            low, high = max(first, begin), min(stop, end)
+            if low >= high:
+                continue
+            if chunk.copy is not None or not chunk.box.has_full_rows(tensor.shape):
+                return None
+            extent = row_extent(*self._locate(tensor, chunk.box, chunk.place), low - begin, high - begin)
+            if extent is None:
+                return None
+            extents.append(extent)
+        return extents
 
     def _read(self, tensor: StoredTensor, chunk: Chunk, first: int, target: torch.Tensor) -> None:
         files, stored = self._locate(tensor, chunk.box, chunk.place)

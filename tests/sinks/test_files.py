@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from fsdp_export import __version__
 from fsdp_export.errors import SinkError
 from fsdp_export.layout import split_into_files
-from fsdp_export.plan import Piece, Plan, copy_step
+from fsdp_export.plan import Plan
 from fsdp_export.publish import MARKER
 from fsdp_export.sinks.files import FileSink
 from fsdp_export.spec import Sharding, TensorSpec
+from fsdp_export.steps import Piece, copy_step
 
 TENSORS = {
     "w": torch.randn(7, 5),

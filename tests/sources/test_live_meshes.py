@@ -15,9 +15,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_export import Exporter
 from fsdp_export.conversion.aliases import find_aliases
 from fsdp_export.errors import DisagreementError, SourceError
-from fsdp_export.plan import Plan, copy_step
+from fsdp_export.plan import Plan
 from fsdp_export.sources.live import LiveSource, named_tensors
 from fsdp_export.spec import TensorSpec
+from fsdp_export.steps import copy_step
 
 
 @pytest.mark.parametrize("layout", ["1d", "dim1", "hsdp", "tp", "3d", "permuted"])

@@ -1,0 +1,232 @@
+"""How inputs become outputs, piece by piece.
+
+A *step* maps input tensors to output tensors. It is cut along dim 0 into *units*: a unit needs its own row of some
+inputs, and all of others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from .spec import TensorInfo, TensorSpec
+
+__all__ = ["Extent", "Part", "Piece", "Rows", "Step", "StoredPiece", "Window", "copy_step", "row_step"]
+
+Rows = tuple[int, int]
+"""The first row of dim 0, and the one after the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some rows of an output tensor.
+
+    Attributes:
+        info: The output: name, global shape, dtype.
+        first_row: Where in dim 0 the rows begin.
+        tensor: The rows, on any device, in the output's dtype; a 0-dim output comes whole.
+    """
+
+    info: TensorInfo
+    first_row: int
+    tensor: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return self.tensor.numel() * self.info.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Bytes of a file.
+
+    Attributes:
+        file: The file, for messages.
+        offset: The first byte.
+        num_bytes: How many.
+        opened: Gives a descriptor to read the file with, for the time of a context.
+    """
+
+    file: Path
+    offset: int
+    num_bytes: int
+    opened: Callable[[], AbstractContextManager[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """Some rows of an output tensor that lie in files just as they are to be written.
+
+    Attributes:
+        info: The output: name, global shape, dtype.
+        first_row: Where in dim 0 the rows begin.
+        extents: Where their bytes are, in order.
+    """
+
+    info: TensorInfo
+    first_row: int
+    extents: Sequence[Extent]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows."""
+        return sum(extent.num_bytes for extent in self.extents)
+
+
+Convert = Callable[[Sequence[torch.Tensor], int], Iterable[Piece]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """An output that consists of rows of an input.
+
+    Attributes:
+        info: The output. Its rows are those of the input, or it is one of these as a whole.
+        rows: Which rows of the input.
+    """
+
+    info: TensorInfo
+    rows: Rows
+
+    def within(self, first: int, stop: int) -> tuple[int, Rows] | None:
+        """Return where in the output those of its rows begin that a range has, and which rows of the input they are."""
+        low, high = max(first, self.rows[0]), min(stop, self.rows[1])
+        return (low - self.rows[0], (low, high)) if low < high else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Maps inputs to outputs, unit by unit.
+
+    Attributes:
+        by_unit: Inputs of which unit `i` needs row `i`.
+        outputs: What it makes.
+        num_units: Number of units.
+        read_dtype: The dtype inputs are cast to as they are read, before a gather; None to leave them.
+        convert: Maps the rows of a range of units, followed by the inputs that are needed whole, and the first unit,
+            to pieces.
+        whole: Inputs of which every unit needs all.
+        parts: Where every output is rows of the only input, bytes and all: which. Else empty.
+    """
+
+    by_unit: tuple[TensorSpec, ...]
+    outputs: tuple[TensorInfo, ...]
+    num_units: int
+    read_dtype: torch.dtype | None
+    convert: Convert
+    whole: tuple[TensorSpec, ...] = ()
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        """All inputs, in the order in which `convert` takes them."""
+        return self.by_unit + self.whole
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all outputs."""
+        return sum(output.num_bytes for output in self.outputs)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes that a unit needs for itself, as they are gathered."""
+        return sum(spec.row_bytes * self._gathered_itemsize(spec) // spec.dtype.itemsize for spec in self.by_unit)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes that every unit needs, as they are gathered."""
+        return sum(spec.num_bytes * self._gathered_itemsize(spec) // spec.dtype.itemsize for spec in self.whole)
+
+    def rows_of(self, spec: TensorSpec, blocks: tuple[Rows, ...]) -> tuple[Rows, ...]:
+        """Return which rows of an input ranges of units need."""
+        return blocks if spec in self.by_unit else ((0, spec.num_rows),)
+
+    def _gathered_itemsize(self, spec: TensorSpec) -> int:
+        return (self.read_dtype or spec.dtype).itemsize
+
+
+def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None, *, name: str | None = None) -> Step:
+    """Return the step that delivers a tensor as it is.
+
+    Args:
+        spec: The tensor.
+        dtype: What to cast it to; None to keep its dtype.
+        name: What to call it; None for its own name.
+    """
+    output = TensorInfo(name or spec.name, spec.shape, dtype or spec.dtype)
+    return row_step(spec, (Part(output, (0, spec.num_rows)),))
+
+
+def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
+    """Return the step that cuts a tensor along dim 0.
+
+    A cast that narrows comes before a gather, one that widens after it.
+
+    Args:
+        spec: The tensor.
+        parts: The outputs, all of one dtype.
+    """
+    outputs = tuple(part.info for part in parts)
+    dtype = outputs[0].dtype
+
+    def convert(inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
+        rows = inputs[0]
+        for part in parts:
+            inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
+            if inside is not None:
+                first_row, (low, high) = inside
+                mine = rows[low - first_unit : high - first_unit] if rows.dim() else rows
+                yield Piece(part.info, first_row, _shaped(mine, part).to(dtype))
+
+    narrows = dtype.itemsize < spec.dtype.itemsize
+    return Step(
+        (spec,),
+        outputs,
+        spec.num_rows,
+        dtype if narrows else None,
+        convert,
+        parts=parts if dtype == spec.dtype else (),
+    )
+
+
+def _shaped(rows: torch.Tensor, part: Part) -> torch.Tensor:
+    """Give rows of an input the shape that they have in the output."""
+    num_rows, shape = part.rows[1] - part.rows[0], part.info.shape
+    return rows.reshape((rows.shape[0], *shape[1:]) if shape[:1] == (num_rows,) else shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Units of a step that are read together.
+
+    Attributes:
+        step: The step.
+        blocks: Disjoint ranges of units, ascending. Inputs hold their rows one after the other.
+    """
+
+    step: Step
+    blocks: tuple[Rows, ...]
+
+    @property
+    def num_units(self) -> int:
+        """Number of units in all blocks."""
+        return sum(stop - first for first, stop in self.blocks)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the inputs."""
+        return self.num_units * self.step.unit_bytes + (self.step.whole_bytes if self.blocks else 0)
+
+    def part(self, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
+        """Yield where in the inputs, and which units, the units `begin` to before `end` of this window are."""
+        row = 0
+        for first, stop in self.blocks:
+            low, high = max(begin, row), min(end, row + stop - first)
+            if low < high:
+                yield low, (first + low - row, first + high - row)
+            row += stop - first
