@@ -122,6 +122,17 @@ def folder_sink(
 
     `"auto"` is `"hf"` where there is a config; where there is none, what else was found stands beside the one file.
 
+    Args:
+        folder: The folder to write.
+        format: `"auto"`, `"hf"` or `"safetensors"`.
+        has_config: Whether there is a config.
+        sidecars: Returns what lies beside the weights in a Hugging Face folder.
+        max_shard_size: Bytes per file of it.
+        overwrite: Whether weights that no export recorded are replaced.
+        fsync: Whether to wait until the disk has the bytes.
+        provenance: What the record of the export says of the source.
+        is_lora: Whether the tensors are an adapter.
+
     Raises:
         UsageError: As `folder_layouts`; or the format is `"hf"` and there is no config.
     """

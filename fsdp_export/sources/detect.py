@@ -72,10 +72,10 @@ def open_source(
     """Find a checkpoint and open it.
 
     A folder that is a checkpoint itself is taken as it is, whatever lies below it. Else the newest complete sharded
-    checkpoint at most four levels below is: what a trainer wrote into `latest_checkpointed_iteration.txt`,
-    `latest_ckpt_global_step.txt` or `LATEST` beside its steps counts first, then the epoch and step in the names of
-    folders, and where names have none, the time. A newer step that is incomplete is skipped with a warning.
-    Optimizers, which some trainers save beside the model, do not count.
+    checkpoint at most four levels below is: what a trainer wrote down as its latest step, in a file or link beside its
+    steps, counts first, then the epoch and step in the names of folders, and where names have none, the time. A newer
+    step that is incomplete is skipped with a warning. Optimizers, which some trainers save beside the model, do not
+    count.
 
     Neither do whole tensors in safetensors that are found on the way: they are base models, or were exported before.
     They have to be named; a folder that `fsdp-export` wrote, if it is named, still comes after sharded checkpoints
