@@ -100,7 +100,8 @@ def export_checkpoint(
     """Write a sharded checkpoint on disk as a checkpoint folder. Needs no process group, GPU or model.
 
     Args:
-        source: A DCP folder, or a folder above it, whose newest complete step is taken.
+        source: A checkpoint in any layout that docs/sources.md lists, or a folder above it, whose newest complete step
+            is taken.
         path: The folder. The old checkpoint in it stays until the new one is complete.
         base_model: Where config, tokenizer and code come from: a folder or a hub id.
         prefix: Export what lies below this prefix; default: found by itself.
