@@ -25,7 +25,7 @@ from .launch import joined_group, launched_ranks, speaks
 from .sizes import is_size
 
 if TYPE_CHECKING:
-    from .api import OpenedCheckpoint
+    from .checkpoint import OpenedCheckpoint
     from .sidecars.collect import Sidecars
     from .sinks.huggingface import Report
 
@@ -147,7 +147,7 @@ def _run_demo(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any] | None:
     """Do it; return what `--json` prints, on the rank that prints."""
-    from .api import open_checkpoint
+    from .opening import open_checkpoint
     from .progress import Progress
 
     with joined_group() as group, _exit_codes(lambda: group.is_first_to("speak of an error")):

@@ -567,7 +567,7 @@ def test_a_bug_keeps_its_traceback(run, environ):
     def fail(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    environ.setattr("fsdp_export.api.open_source", fail)
+    environ.setattr("fsdp_export.opening.open_source", fail)
     result = CliRunner().invoke(main, [str(run), "--out", "out"])
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
