@@ -71,6 +71,7 @@ def export_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: Any = None,
+    trust_remote_code: bool = False,
     device: torch.device | str | None = None,
     verify: bool = False,
     **choices: Any,
@@ -87,7 +88,9 @@ def export_checkpoint(
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
         adapter: Turns the checkpoint's names and tensors into those of Hugging Face; see `Exporter`. A string is
-            imported; see `fsdp_export.conversion.adapter.load_adapter`.
+            imported; see `fsdp_export.conversion.adapter.load_adapter`. Without one, names and tensors become those
+            that `save_pretrained` of the config's class writes; names that are those already stay.
+        trust_remote_code: Whether the code that the config names may be run, to learn its model's names and ties.
         device: Where tensors are converted; default: the CPU.
         verify: Whether to read back what was written and compare it with the source.
         **choices: `format`, `max_shard_size`, `overwrite`, `fsync`; see `Exporter.save`.
@@ -107,6 +110,7 @@ def export_checkpoint(
         include=include,
         exclude=exclude,
         adapter=adapter,
+        trust_remote_code=trust_remote_code,
         device=device,
         format=choices.get("format", "auto"),
     )

@@ -68,6 +68,9 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
         return int(value) if value.isdecimal() else value
 
 
+_OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "trust_remote_code", "device")
+
+
 @click.command(
     cls=_Command, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}
 )
@@ -99,6 +102,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
 @click.option(
     "--adapter", metavar="MODULE:NAME", help="Converts names and tensors to Hugging Face's: torchtitan's, say."
 )
+@click.option("--trust-remote-code", is_flag=True, help="Run the code that the config names, to learn its names.")
 @click.option("--device", metavar="DEVICE", help="Where tensors are converted.  [default: cpu]")
 @click.option("--overwrite", is_flag=True, help="Replace weights in DIR that fsdp-export did not write.")
 @click.option("--fsync/--no-fsync", default=True, help="Wait until the disk has the bytes.  [default: fsync]")
@@ -153,10 +157,7 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             ranks=group.ranks,
             rank=group.rank,
             format=options["format_"],
-            **{
-                name: options[name]
-                for name in ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "device")
-            },
+            **{name: options[name] for name in _OPENING},
         )
         say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
         _check_effect(checkpoint, given, options)

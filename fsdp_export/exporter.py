@@ -17,6 +17,7 @@ from .agreement import agree_on_plan, check_copies
 from .conversion.adapter import conversion_of
 from .conversion.aliases import find_aliases, unsaved_names
 from .conversion.cut import Conversion
+from .conversion.transformers import convert_live
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
@@ -52,7 +53,8 @@ class Exporter:
         exclude: Patterns of names to leave out.
         adapter: Turns the module's names and tensors into those of the checkpoint: an object with
             `to_hf(state_dict)` or `convert_single_tensor_to_hf(name, tensor)`, such as torchtitan's. It must not look
-            at values, and make the same of a few tensors as of all. Patterns and dtypes are of what it makes.
+            at values, and make the same of a few tensors as of all. Patterns and dtypes are of what it makes. Without
+            one, names and tensors of a model of transformers become those that `save_pretrained` writes.
         aliases: For a `Source`: names to leave out, and the name that stands for each.
         untied: For a `Source`: names that count as tied but are exported since their values differ.
         device: Where tensors are gathered; default: this rank's device of the mesh.
@@ -110,14 +112,21 @@ class Exporter:
             steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)
         else:
             steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
-        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied)
+        blocks = self.conversion.blocks if self.conversion is not None else {}
+        aliases = tuple(sorted(self._aliases.items()))
+        return Plan(tuple(steps), self.source.ranks, aliases, self._untied, order=tuple(names), blocks=blocks)
 
     @cached_property
     def conversion(self) -> Conversion | None:
-        """What the adapter does to the tensors; None without one. Local, and nothing is read."""
-        if self._adapter is None or isinstance(self._adapter, Conversion):
+        """How tensors become those of the checkpoint; None where they stay. Local, and nothing is read.
+
+        What the adapter does, or, for models of transformers, what `save_pretrained` does.
+        """
+        if isinstance(self._adapter, Conversion):
             return self._adapter
-        return Conversion(conversion_of(self._adapter), self._specs)
+        if self._adapter is not None:
+            return Conversion(conversion_of(self._adapter), self._specs)
+        return convert_live(self._model, self._specs) if isinstance(self._model, nn.Module) else None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in plan order, on the device.

@@ -106,12 +106,17 @@ def lay_out(name: str, tensors: Sequence[TensorInfo]) -> FileLayout:
     return FileLayout(name, header, offsets, len(header) + end)
 
 
-def split_into_files(tensors: Sequence[TensorInfo], max_shard_size: int | str = DEFAULT_SHARD_SIZE) -> list[FileLayout]:
+def split_into_files(
+    tensors: Sequence[TensorInfo],
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    blocks: Mapping[str, int] | None = None,
+) -> list[FileLayout]:
     """Split tensors into files as `save_pretrained` does.
 
     Args:
         tensors: All tensors, in the order of the state dict.
         max_shard_size: Bytes per file, a number or decimal like `"5GB"`. A larger tensor gets a file of its own.
+        blocks: Names of tensors that stay together as if they were one, and a number that those share.
 
     Returns:
         `model.safetensors`, or `model-0000i-of-0000N.safetensors` in order.
@@ -122,10 +127,15 @@ def split_into_files(tensors: Sequence[TensorInfo], max_shard_size: int | str = 
     from huggingface_hub import split_state_dict_into_shards_factory
 
     by_name = {tensor.name: tensor for tensor in tensors}
+    block_of = blocks or {}
+    block_bytes: dict[int | str, int] = {}
+    for tensor in tensors:
+        block = block_of.get(tensor.name, tensor.name)
+        block_bytes[block] = block_bytes.get(block, 0) + tensor.num_bytes
     split = split_state_dict_into_shards_factory(
         by_name,
-        get_storage_size=lambda tensor: tensor.num_bytes,
-        get_storage_id=lambda _: None,
+        get_storage_size=lambda tensor: block_bytes[block_of.get(tensor.name, tensor.name)],
+        get_storage_id=lambda tensor: block_of.get(tensor.name),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )

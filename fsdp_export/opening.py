@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from .checkpoint import OpenedCheckpoint
 from .conversion.adapter import conversion_of, load_adapter
 from .conversion.cut import Conversion
 from .conversion.shapes import compare_with_config
-from .conversion.twin import meta_twin
+from .conversion.transformers import HubConversion, HubForm, convert_stored
+from .conversion.twin import has_custom_code, meta_twin
 from .dtypes import DtypePolicy
 from .errors import UsageError, listing
 from .exporter import Exporter
@@ -42,6 +43,7 @@ def open_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: Any = None,
+    trust_remote_code: bool = False,
     device: torch.device | str | None = None,
     format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
     ranks: tuple[int, ...] = (0,),
@@ -57,6 +59,7 @@ def open_checkpoint(
         include: See there.
         exclude: See there.
         adapter: See there.
+        trust_remote_code: See there.
         device: See there.
         format: What will be written. With `"safetensors"` the config need not fit the tensors.
         ranks: The global ranks that export together; `(0,)` without a process group.
@@ -79,10 +82,10 @@ def open_checkpoint(
         if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
             dtype = "keep"
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        twin = meta_twin(config) if config and not is_lora else None
-        conversion = _conversion(adapter, opened, sidecars)
+        hub = _hub_form(sidecars, trust_remote_code=trust_remote_code) if config and not is_lora else None
+        conversion = _conversion(adapter, opened, sidecars, hub)
         origins = _origins(opened, conversion)
-        aliases, untied = tied_names(opened, origins, twin, operation)
+        aliases, untied = tied_names(opened, origins, hub, operation)
         exporter = Exporter(
             opened,
             dtype=policy,
@@ -95,13 +98,12 @@ def open_checkpoint(
         heeds_config = bool(policy.only_narrow or aliases or untied)
         notes += [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
-        if conversion is not None and conversion.unused:
-            notes.append(f"the adapter makes nothing of {len(conversion.unused):,}: {listing(conversion.unused)}")
+        notes += _conversion_notes(conversion, hub, config, is_lora=is_lora)
         lacks = None
         if is_lora:
             sidecars, lacks = describe_lora(opened, exporter.plan.outputs, sidecars, base)
         elif format != "safetensors":
-            sidecars = _fit_to_shapes(sidecars, exporter, origins, twin, notes)
+            sidecars = _fit_to_shapes(sidecars, exporter, origins, hub, notes)
     return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, lacks)
 
 
@@ -154,15 +156,42 @@ def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
 
 
-def _conversion(adapter: Any, source: Source, sidecars: Sidecars) -> Conversion | None:
-    """Plan what an adapter, or one that a string names, does to a checkpoint."""
+def _hub_form(sidecars: Sidecars, *, trust_remote_code: bool) -> HubForm | None:
+    """Return the form that the model of a config has on the hub; None for a class that is not known."""
+    code = sidecars.config_file.parent if trust_remote_code and sidecars.config_file is not None else None
+    twin = meta_twin(sidecars.config or {}, code=code)
+    return HubForm(twin) if twin is not None else None
+
+
+def _conversion(adapter: Any, source: Source, sidecars: Sidecars, hub: HubForm | None) -> Conversion | None:
+    """Plan what an adapter, or one that a string names, does to a checkpoint; or else what transformers does."""
     if adapter is None:
-        return None
+        return convert_stored(hub, source.specs, source.folder) if hub is not None else None
     if isinstance(adapter, str):
         places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
         assets = next((place.parent for place in places if isinstance(place, Path)), None)
         adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
     return Conversion(conversion_of(adapter), source.specs)
+
+
+def _conversion_notes(
+    conversion: Conversion | None, hub: HubForm | None, config: Mapping[str, Any], *, is_lora: bool
+) -> list[str]:
+    """Tell what becomes of the names."""
+    if isinstance(conversion, HubConversion):
+        num_inputs, num_outputs = conversion.num_converted
+        made = f"{num_inputs:,} tensors become {num_outputs:,} of the hub's names, as {hub and hub.class_name} is saved"
+        return [made] if num_outputs else []
+    if conversion is not None:
+        unused = conversion.unused
+        return [f"the adapter makes nothing of {len(unused):,}: {listing(unused)}"] if unused else []
+    if not config or is_lora:
+        return []
+    if find_spec("transformers") is None:
+        return ["transformers is not installed, so names stay as they are"]
+    name = (config.get("architectures") or [config.get("model_type")])[0]
+    way_out = " (--trust-remote-code runs the code that the config names)" if has_custom_code(config) else ""
+    return [f"transformers has no class {name} that takes this config, so names stay as they are{way_out}"]
 
 
 def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorSpec | None]:
@@ -173,7 +202,7 @@ def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorS
 
 
 def _fit_to_shapes(
-    sidecars: Sidecars, exporter: Exporter, names: Iterable[str], twin: nn.Module | None, notes: list[str]
+    sidecars: Sidecars, exporter: Exporter, names: Iterable[str], hub: HubForm | None, notes: list[str]
 ) -> Sidecars:
     """Return the sidecars with a config that fits the shapes; add what was noticed to the notes.
 
@@ -183,7 +212,7 @@ def _fit_to_shapes(
     comparison = compare_with_config(
         exporter.plan.outputs,
         list(names),
-        twin,
+        hub,
         sidecars.config or {},
         folder=exporter.source.folder,
         config_file=sidecars.config_file,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from .errors import PlanError
@@ -34,12 +34,16 @@ class Plan:
         ranks: The global ranks that export together.
         aliases: Names that are not delivered because they are tied, and the name that is delivered instead.
         untied: Names that count as tied but differ, so that all of them are delivered.
+        order: The names of the outputs as they follow each other in files; default: that of the steps.
+        blocks: Outputs that files keep together, and a number that those share which do.
     """
 
     steps: tuple[Step, ...]
     ranks: tuple[int, ...] = (0,)
     aliases: tuple[tuple[str, str], ...] = ()
     untied: tuple[str, ...] = ()
+    order: tuple[str, ...] = ()
+    blocks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_unique(output.name for output in self.outputs)
@@ -47,7 +51,9 @@ class Plan:
     @cached_property
     def outputs(self) -> tuple[TensorInfo, ...]:
         """All outputs, in the order of the state dict."""
-        return tuple(output for step in self.steps for output in step.outputs)
+        position = {name: index for index, name in enumerate(self.order)}
+        outputs = (output for step in self.steps for output in step.outputs)
+        return tuple(sorted(outputs, key=lambda output: position.get(output.name, 0)))
 
     @property
     def num_bytes(self) -> int:
@@ -56,7 +62,7 @@ class Plan:
 
     def __str__(self) -> str:
         try:
-            files = split_into_files(self.outputs, DEFAULT_SHARD_SIZE)
+            files = split_into_files(self.outputs, DEFAULT_SHARD_SIZE, self.blocks)
         except PlanError:  # a dtype that no file can hold may still be sent
             files = []
         return plan_table(self.outputs, files)
@@ -106,14 +112,15 @@ class Plan:
 
         Args:
             steps: The steps.
-            max_bytes: Bytes of gathered inputs per bucket. A larger unit, or with `whole` a larger step, gets a
-                bucket of its own.
-            whole: Whether a step must stay in one piece.
+            max_bytes: Bytes of gathered inputs per bucket. A larger unit, or with `whole` a larger step whose units
+                do not make whole outputs, gets a bucket of its own.
+            whole: Whether every output must stay in one piece.
         """
         buckets: list[list[Window]] = []
         room = 0
         for step in steps:
-            for window in [Window(step, ((0, step.num_units),))] if whole else _cut(step, max_bytes):
+            is_one = whole and not step.is_unitwise
+            for window in [Window(step, ((0, step.num_units),))] if is_one else _cut(step, max_bytes):
                 if not buckets or window.num_bytes > room:
                     buckets.append([])
                     room = max_bytes

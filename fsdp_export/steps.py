@@ -83,15 +83,17 @@ Convert = Callable[[Sequence[torch.Tensor], int], Iterable[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """An output that consists of rows of an input.
+    """An output that consists of rows of an input, or of the same elements of each of them.
 
     Attributes:
         info: The output. Its rows are those of the input, or it is one of these as a whole.
         rows: Which rows of the input.
+        inner: Which elements of each: the first, and the strides of the output's dims in a row. None for whole rows.
     """
 
     info: TensorInfo
     rows: Rows
+    inner: tuple[int, tuple[int, ...]] | None = None
 
     def within(self, first: int, stop: int) -> tuple[int, Rows] | None:
         """Return where in the output those of its rows begin that a range has, and which rows of the input they are.
@@ -116,6 +118,7 @@ class Step:
             to pieces.
         whole: Inputs of which every unit needs all.
         parts: Where every output is rows of the only input, bytes and all: which. Else empty.
+        is_unitwise: Whether every output needs no more than one unit, so that it comes whole with that.
     """
 
     by_unit: tuple[TensorSpec, ...]
@@ -125,6 +128,7 @@ class Step:
     convert: Convert
     whole: tuple[TensorSpec, ...] = ()
     parts: tuple[Part, ...] = ()
+    is_unitwise: bool = False
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -167,7 +171,7 @@ def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None, *, name: str |
 
 
 def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
-    """Return the step that cuts a tensor along dim 0.
+    """Return the step that cuts a tensor along dim 0, into units that are rows of it.
 
     A cast that narrows comes before a gather, one that widens after it.
 
@@ -185,7 +189,7 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
             if inside is not None:
                 first_row, (low, high) = inside
                 mine = rows[low - first_unit : high - first_unit] if rows.dim() else rows
-                yield Piece(part.info, first_row, _shaped(mine, part).to(dtype))
+                yield Piece(part.info, first_row, _shaped(mine, part).to(dtype).contiguous())
 
     narrows = dtype.itemsize < spec.dtype.itemsize
     return Step(
@@ -194,14 +198,22 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
         spec.num_rows,
         dtype if narrows else None,
         convert,
-        parts=parts if dtype == spec.dtype else (),
+        parts=parts if dtype == spec.dtype and all(part.inner is None for part in parts) else (),
+        is_unitwise=all(part.rows[1] - part.rows[0] == 1 for part in parts),
     )
 
 
 def _shaped(rows: torch.Tensor, part: Part) -> torch.Tensor:
-    """Give rows of an input the shape that they have in the output."""
+    """Give rows of an input, or what the output has of each, the shape that they have in the output."""
     num_rows, shape = part.rows[1] - part.rows[0], part.info.shape
-    return rows.reshape((rows.shape[0], *shape[1:]) if shape[:1] == (num_rows,) else shape)
+    has_rows = shape[:1] == (num_rows,) and (part.inner is None or len(part.inner[1]) < len(shape))
+    if part.inner is not None:
+        offset, strides = part.inner
+        rows = rows.contiguous()
+        stride = rows[0].numel()
+        inner_shape = shape[1:] if has_rows else shape
+        rows = rows.as_strided((rows.shape[0], *inner_shape), (stride, *strides), int(rows.storage_offset()) + offset)
+    return rows.reshape((rows.shape[0], *shape[1:]) if has_rows else shape)
 
 
 @dataclass(frozen=True, slots=True)

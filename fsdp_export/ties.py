@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from .conversion.aliases import declared_aliases
+from .conversion.transformers import HubForm
 from .fence import Operation
 from .sources.base import Source
 from .spec import TensorSpec
@@ -17,10 +17,10 @@ __all__ = ["tied_names"]
 
 
 def tied_names(
-    source: Source, origins: Mapping[str, TensorSpec | None], twin: nn.Module | None, operation: Operation
+    source: Source, origins: Mapping[str, TensorSpec | None], hub: HubForm | None, operation: Operation
 ) -> tuple[dict[str, str], list[str]]:
     """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
-    declared = declared_aliases(twin, origins)
+    declared = declared_aliases(hub.twin, origins, hub.renamed) if hub is not None else {}
     part, parts = source.ranks.index(source.rank), len(source.ranks)
     equal = [_are_equal(source, origins[alias], origins[kept], part, parts) for alias, kept in declared.items()]
     everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []

@@ -57,25 +57,32 @@ class _Bucket:
         return self
 
     def pieces(self) -> Iterator[Piece]:
-        """Yield the outputs of windows that hold whole steps."""
+        """Yield the outputs of windows that hold whole steps, or units that outputs come whole with."""
         for window, inputs in self._items():
-            yield from window.step.convert(inputs, 0)
+            row = 0
+            for first, stop in window.blocks:
+                yield from _converted(window.step, inputs, row, (first, stop))
+                row += stop - first
 
     def part(self, part: int, parts: int) -> Iterator[Piece]:
         """Yield what one of several ranks delivers."""
         items = list(self._items())
         for index, begin, end in share_out(self.windows, part, parts):
             window, inputs = items[index]
-            num_by_unit = len(window.step.by_unit)
-            for row, (first, stop) in window.part(begin, end):
-                rows = slice(row, row + stop - first)
-                mine = [tensor[rows] if tensor.dim() else tensor for tensor in inputs[:num_by_unit]]
-                yield from window.step.convert(mine + inputs[num_by_unit:], first)
+            for row, units in window.part(begin, end):
+                yield from _converted(window.step, inputs, row, units)
 
     def _items(self) -> Iterator[tuple[Window, list[torch.Tensor]]]:
         tensors = iter(self.tensors)
         for window in self.windows:
             yield window, [next(tensors) for _ in window.step.inputs]
+
+
+def _converted(step: Step, inputs: list[torch.Tensor], row: int, units: Rows) -> Iterator[Piece]:
+    """Convert a range of units, whose rows begin at a row of the inputs."""
+    rows, num_by_unit = slice(row, row + units[1] - units[0]), len(step.by_unit)
+    mine = [tensor[rows] if tensor.dim() else tensor for tensor in inputs[:num_by_unit]]
+    yield from step.convert(mine + inputs[num_by_unit:], units[0])
 
 
 def run(
@@ -156,7 +163,9 @@ def walk(
 
 
 def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_bytes: int) -> Iterator[Piece]:
-    """Yield every output whole, in plan order, on the source's device.
+    """Yield every output whole, in the order of the plan's steps, on the source's device.
+
+    What each unit of a step makes whole, such as an expert, comes unit by unit, a bucket of units at a time.
 
     Collective: every rank of the plan must drain this. A tensor lives on while the consumer holds it; at most two
     buckets are held here.

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..names import strip_wrappers
 
-__all__ = ["declared_aliases", "find_aliases", "unsaved_names"]
+__all__ = ["clean_modules", "declared_aliases", "find_aliases", "unsaved_names"]
 
 
 def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str]:
@@ -41,12 +41,13 @@ def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str
     return aliases
 
 
-def declared_aliases(twin: nn.Module | None, names: Iterable[str]) -> dict[str, str]:
+def declared_aliases(twin: nn.Module | None, names: Iterable[str], renamed: Mapping[str, str] = {}) -> dict[str, str]:
     """Tell which names of a checkpoint its config declares to be tied. Values are not looked at.
 
     Args:
         twin: The model of the config, as transformers ties it, if there is one.
-        names: The names in the checkpoint.
+        names: The names in the checkpoint, those of the twin's modules or other ones.
+        renamed: The other names.
 
     Returns:
         Each name that is declared a copy, and the name it is a copy of, where the checkpoint has both.
@@ -55,7 +56,8 @@ def declared_aliases(twin: nn.Module | None, names: Iterable[str]) -> dict[str, 
         return {}
     present = set(names)
     declared = find_aliases(twin.state_dict(keep_vars=True), twin)
-    return {alias: kept for alias, kept in declared.items() if alias in present and kept in present}
+    others = {renamed.get(alias, alias): renamed.get(kept, kept) for alias, kept in declared.items()}
+    return {alias: kept for alias, kept in (declared | others).items() if alias in present and kept in present}
 
 
 def unsaved_names(model: nn.Module) -> set[str]:
@@ -66,12 +68,12 @@ def unsaved_names(model: nn.Module) -> set[str]:
     """
     return {
         f"{name}{key}"
-        for name, module in _clean_modules(model)
+        for name, module in clean_modules(model)
         for key in getattr(module, "_keys_to_ignore_on_save", None) or ()
     }
 
 
-def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules under their names, without wrapper segments and with a trailing dot."""
     modules = dict(model.named_modules())
     ddp_modules = [name for name, module in modules.items() if isinstance(module, DistributedDataParallel)]
@@ -86,7 +88,7 @@ def _declared_patterns(model: nn.Module) -> list[str]:
     """
     return [
         f"{name}{key}"
-        for name, module in _clean_modules(model)
+        for name, module in clean_modules(model)
         for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys")
         for key in getattr(module, attribute, None) or ()
     ]

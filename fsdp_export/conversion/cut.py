@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from ..errors import PlanError, listing
 from ..spec import TensorInfo, TensorSpec
-from ..steps import Part, Piece, Step, row_step
+from ..steps import Piece, Step, row_step
 from .trace import ConvertDict, Traced, checked, meta_tensors, trace
 
 __all__ = ["Conversion"]
@@ -26,6 +27,7 @@ class Conversion:
     Attributes:
         names: The names of its outputs, in their order.
         unused: The names of tensors of which it makes nothing.
+        blocks: Outputs that one file holds, and a number that those share which it does; see `Plan`.
 
     Raises:
         PlanError: It fails, depends on values, makes nothing, or a tensor of no input.
@@ -36,6 +38,7 @@ class Conversion:
         self._traced = {output.info.name: output for output in trace(convert, specs)}
         self.names = tuple(self._traced)
         used = {spec.name for output in self._traced.values() for spec in output.inputs}
+        self.blocks: Mapping[str, int] = {}
         self.unused = tuple(spec.name for spec in specs if spec.name not in used)
         if not self._traced:
             found = f"{len(specs):,} tensors: {listing(spec.name for spec in specs)}"
@@ -44,13 +47,13 @@ class Conversion:
 
     def origin(self, name: str) -> TensorSpec | None:
         """Return the input that an output is under another name; None where it is anything else."""
-        output = self._traced[name]
-        return output.inputs[0] if output.rows == (0, output.inputs[0].num_rows) else None
+        return self._traced[name].whole
 
     def steps(self, names: Collection[str], cast_of: CastOf) -> list[Step]:
         """Cut the conversion into steps.
 
-        Outputs that are rows of one input (another name, the experts of a fused tensor) are cut along dim 0, and the
+        Outputs that are rows of one input, or a strided view of one of its rows or of the same in each of several
+        (another name, the experts of a fused tensor, halves of these, transposed or not), are cut along dim 0, and the
         conversion is not called for them again. For all others it is called with just the inputs they are made of.
 
         Args:
@@ -64,9 +67,10 @@ class Conversion:
         for outputs in _connected(self._traced[name] for name in self.names if name in names):
             inputs = tuple(dict.fromkeys(spec for output in outputs for spec in output.inputs))
             infos = [_cast(output.info, cast_of) for output in outputs]
-            parts = [Part(info, output.rows) for info, output in zip(infos, outputs, strict=True) if output.rows]
+            parts = [part for output in outputs if (part := output.part) is not None]
             if len(inputs) == 1 and len(parts) == len(outputs):
-                steps.append(row_step(inputs[0], tuple(parts)))
+                cast = (replace(part, info=info) for part, info in zip(parts, infos, strict=True))
+                steps.append(row_step(inputs[0], tuple(cast)))
             else:
                 steps.append(_whole_step(inputs, outputs, infos, self._convert))
         return steps

@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 
-import torch
 from torch import nn
 
 from ..spec import TensorInfo
 from .aliases import find_aliases, unsaved_names
-from .twin import hub_form
+from .transformers import HubForm
 
 __all__ = ["KnownTensors", "Shape"]
 
@@ -29,16 +27,12 @@ class KnownTensors:
     or add the name of the base model; `from_pretrained` takes each of these.
 
     Args:
-        twin: The model, on the meta device.
+        form: The form that it has on the hub.
     """
 
-    def __init__(self, twin: nn.Module) -> None:
-        self._twin = twin
-        self._tensors: dict[str, torch.Tensor] = {
-            name: value
-            for name, value in twin.state_dict(keep_vars=True).items()
-            if isinstance(value, torch.Tensor)  # what `get_extra_state` gives is none
-        }
+    def __init__(self, form: HubForm) -> None:
+        self._form, self._twin = form, form.twin
+        self._tensors = form.own
 
     def find(self, name: str) -> str | None:
         """Return the name under which a tensor of a checkpoint is known; None if it is not."""
@@ -94,11 +88,13 @@ class KnownTensors:
         of_modules = [name for name in saved if name not in found]
         if not of_modules:
             return []
-        return min(of_modules, [name for name in hub_form(self._twin, saved) if name not in found], key=len)
+        form = self._form.inputs
+        of_hub = [name for name in form if name not in found and not {*form[name]}.isdisjoint(saved)]
+        return min(of_modules, of_hub, key=len)
 
-    @cached_property
+    @property
     def _hub(self) -> dict[str, Shape]:
-        return hub_form(self._twin, self._tensors)
+        return self._form.shapes
 
     def _variants(self, name: str) -> Iterator[str]:
         yield name

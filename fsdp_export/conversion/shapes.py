@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from ..errors import SourceError, listing
 from ..sidecars.config_json import Edits, edit_json, vocab_edits
 from ..spec import TensorInfo
 from .known import KnownTensors, Shape
-from .twin import meta_twin
+from .transformers import HubForm
+from .twin import has_custom_code, meta_twin
 
 __all__ = ["Comparison", "compare_with_config"]
 
@@ -42,7 +41,7 @@ class Comparison:
 def compare_with_config(
     outputs: Sequence[TensorInfo],
     names: Iterable[str],
-    twin: nn.Module | None,
+    hub: HubForm | None,
     config: Mapping[str, Any],
     *,
     folder: Path | None,
@@ -57,20 +56,20 @@ def compare_with_config(
     Args:
         outputs: The tensors that will be written.
         names: All names of the checkpoint, those included that will not be written.
-        twin: The model of the config, if there is one.
+        hub: The form of the config's model on the hub, if there is such a model.
         config: The parsed `config.json`.
         folder: The checkpoint, for messages.
         config_file: Where the config was read, for messages.
     """
-    if twin is None or _is_special(config):
+    if hub is None or _is_special(config):
         return Comparison()
-    known = KnownTensors(twin)
-    notes = _notes_on_names(outputs, names, known, type(twin).__name__)
+    known = KnownTensors(hub)
+    notes = _notes_on_names(outputs, names, known, hub.class_name)
     misfits = _misfits(outputs, known)
     edits = _resized_vocabulary(misfits, outputs, config)
     if misfits and not edits:
         place = str(config_file or "config.json")
-        return Comparison(notes=notes, error=_error(misfits, outputs, _vocab_size(twin), folder, place))
+        return Comparison(notes=notes, error=_error(misfits, outputs, _vocab_size(hub.twin), folder, place))
     if edits:
         output, expected = misfits[0]
         rows = listing(output.name for output, _ in misfits)
@@ -83,9 +82,9 @@ def compare_with_config(
 def _is_special(config: Mapping[str, Any]) -> bool:
     """Tell whether weights are packed, or a class from outside of transformers is meant."""
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    auto_map = config.get("auto_map")
-    has_code = isinstance(auto_map, dict) and any(key.startswith("AutoModel") for key in auto_map)
-    return has_code or any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+    return has_custom_code(config) or any(
+        part.get(key) for part in parts for key in ("quantization_config", "compression_config")
+    )
 
 
 def _notes_on_names(
@@ -123,7 +122,7 @@ def _resized_vocabulary(misfits: Misfits, outputs: Sequence[TensorInfo], config:
     new, old = sizes.pop()
     edits = vocab_edits(config, old, new)
     twin = meta_twin(json.loads(edit_json(json.dumps(config), edits)), warns=False)
-    return edits if twin is not None and not _misfits(outputs, KnownTensors(twin)) else {}
+    return edits if twin is not None and not _misfits(outputs, KnownTensors(HubForm(twin))) else {}
 
 
 def _has_other_rows(output: TensorInfo, shape: Shape) -> bool:

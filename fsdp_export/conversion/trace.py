@@ -13,24 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import PlanError, listing
 from ..spec import TensorInfo, TensorSpec
+from ..steps import Part
+from .views import Layout, View, dense_strides, last_element
 
 __all__ = ["ConvertDict", "Traced", "checked", "meta_tensors", "trace"]
 
 ConvertDict = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Maps a state dict, or a part of one, to a state dict with other names and tensors."""
-
-
-@dataclass(frozen=True, slots=True)
-class View:
-    """How the elements of an output lie in those of the only input that it is made of.
-
-    Attributes:
-        offset: The first element.
-        strides: Elements from one index to the next, in every dim.
-    """
-
-    offset: int
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,27 +30,39 @@ class Traced:
         info: Its name, shape and dtype.
         inputs: What it is made of, in the order of the state dict.
         view: How it lies in its only input; None where it was computed.
+        storage: A number that it shares with the outputs that lie in one piece of memory with it.
     """
 
     info: TensorInfo
     inputs: tuple[TensorSpec, ...]
     view: View | None
+    storage: int
 
     @property
-    def rows(self) -> tuple[int, int] | None:
-        """The rows of its only input that it is, elements and order and all; None where it is anything else."""
+    def whole(self) -> TensorSpec | None:
+        """The input that it is under this or another name; None where it is anything else."""
+        part = self.part
+        is_all = part is not None and part.inner is None and part.rows == (0, self.inputs[0].num_rows)
+        return self.inputs[0] if is_all else None
+
+    @property
+    def part(self) -> Part | None:
+        """Which rows of its only input it is made of, and what of each of them; None where it is anything else."""
         if self.view is None:
             return None
-        spec = self.inputs[0]
-        row_numel = math.prod(spec.shape[1:])
-        numel = math.prod(self.info.shape)
-        if not row_numel or self.view.strides != _dense(self.info.shape, self.view.strides):
-            return (0, spec.num_rows) if self.info.shape == spec.shape else None
-        if self.view.offset % row_numel or numel % row_numel:
+        spec, shape, strides = self.inputs[0], self.info.shape, self.view.strides
+        row_numel, numel = math.prod(spec.shape[1:]), math.prod(shape)
+        if not row_numel or not numel:
+            return Part(self.info, (0, spec.num_rows)) if shape == spec.shape else None
+        first, offset = divmod(self.view.offset, row_numel)
+        if offset == 0 and numel % row_numel == 0 and strides == dense_strides(shape, strides):
+            count = numel // row_numel
+            return Part(self.info, (first, first + count)) if shape[:1] == (count,) or count == 1 else None
+        count = shape[0] if shape and strides[0] == row_numel else 1
+        inner, inner_shape = (strides[1:], shape[1:]) if count > 1 else (strides, shape)
+        if offset + last_element(inner_shape, inner) >= row_numel:
             return None
-        first, count = self.view.offset // row_numel, numel // row_numel
-        keeps_rows = self.info.shape[:1] == (count,)
-        return (first, first + count) if keeps_rows or count == 1 else None
+        return Part(self.info, (first, first + count), (offset, inner))
 
 
 def trace(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Traced]:
@@ -92,8 +93,8 @@ def trace(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Traced]:
                 fix="Leave it out of the conversion, or export it from the checkpoint",
             )
         info = TensorInfo(name, tuple(tensor.shape), tensor.dtype)
-        view = None if following.is_computed(tensor) else View(int(tensor.storage_offset()), tuple(tensor.stride()))
-        traced.append(Traced(info, tuple(by_name[origin] for origin in names), view))
+        inputs_of_it = tuple(by_name[origin] for origin in names)
+        traced.append(Traced(info, inputs_of_it, following.view(tensor), _storage(tensor)))
     return traced
 
 
@@ -125,14 +126,8 @@ def checked(call: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.T
     return dict(outputs)
 
 
-def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor; those of dims of size 1 do not matter, and stay."""
-    dense, run = list(strides), 1
-    for dim in reversed(range(len(shape))):
-        if shape[dim] != 1:
-            dense[dim] = run
-        run *= shape[dim]
-    return tuple(dense)
+def _view(tensor: torch.Tensor) -> View:
+    return View(int(tensor.storage_offset()), tuple(tensor.stride()))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -150,16 +145,22 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins = {_storage(tensor): frozenset({name}) for name, tensor in inputs.items()}
-        self._untouched = {_storage(tensor): tensor.dtype for tensor in inputs.values()}
+        self._dtypes = {name: tensor.dtype for name, tensor in inputs.items()}
+        self._layouts = {
+            _storage(tensor): Layout.of_itself(name, tensor.numel()) for name, tensor in inputs.items()
+        }  # of storages that hold elements of an input and nothing else
         self._alive: list[Any] = []  # the number of a storage that was freed is given to another one
 
     def origins(self, tensor: torch.Tensor) -> frozenset[str]:
         """Return the names of the inputs that went into a tensor."""
         return self._origins.get(_storage(tensor), frozenset())
 
-    def is_computed(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is anything else than elements of an input."""
-        return self._untouched.get(_storage(tensor)) != tensor.dtype or tensor.is_conj() or tensor.is_neg()
+    def view(self, tensor: torch.Tensor) -> View | None:
+        """Return which elements of an input a tensor is; None where it was computed."""
+        layout = self._layouts.get(_storage(tensor))
+        if layout is None or self._dtypes[layout.source] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        return layout.find(tuple(tensor.shape), _view(tensor))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note what its results are made of."""
@@ -173,7 +174,12 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         ]
         origins = frozenset[str]().union(*map(self.origins, given))
         for tensor in mutated:
-            self._untouched.pop(_storage(tensor), None)
+            self._layouts.pop(_storage(tensor), None)
+        if func is torch.ops.aten.clone.default and self.view(given[0]) is not None:
+            layout = self._layouts[_storage(given[0])]
+            copied = layout.copied(tuple(result.shape), _view(given[0]), tuple(result.stride()))
+            if copied is not None:
+                self._layouts[_storage(result)] = copied
         for tensor in (*_tensors(result), *mutated):
             self._origins[_storage(tensor)] = self.origins(tensor) | origins
             self._alive.append(tensor)

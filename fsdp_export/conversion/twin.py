@@ -1,28 +1,34 @@
-"""The twin of a checkpoint: the model that its config describes, on the meta device, so without values."""
+"""Twins, which are models without values: of a checkpoint what its config describes, of a module its classes."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["hub_form", "meta_twin"]
+from ..sidecars.live_config import model_class
+from .aliases import clean_modules
+
+__all__ = ["has_custom_code", "meta_twin", "pretrained_twins"]
 
 _log = logging.getLogger("fsdp_export")
 
 
-def meta_twin(config: Mapping[str, Any], *, warns: bool = True) -> nn.Module | None:
+def meta_twin(config: Mapping[str, Any], *, code: Path | None = None, warns: bool = True) -> nn.Module | None:
     """Build the model of a config without memory for its weights; ties, and defaults of its class, count.
 
     The class is the one that `architectures` names. A config that was built in code names none; the generating class
-    of its model type stands in. No code from outside of transformers is run.
+    of its model type stands in. Without `code` no code from outside of transformers is run.
 
     Args:
         config: A parsed `config.json`.
+        code: The folder of code that `auto_map` names, which is run; None to leave it alone.
         warns: Whether to warn of a config that its class does not take.
 
     Returns:
@@ -33,48 +39,88 @@ def meta_twin(config: Mapping[str, Any], *, warns: bool = True) -> nn.Module | N
     except ImportError:
         return None
     architectures = config.get("architectures") or [_generating_class(config.get("model_type"))]
-    model_class = getattr(transformers, str(architectures[0]).removeprefix("FSDP"), None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        return None
+    class_name = str(architectures[0]).removeprefix("FSDP")
     try:
-        return _build(model_class, config)
+        model_class, config_class = _custom_classes(config, class_name, code) if code is not None else (None, None)
+        model_class = model_class or getattr(transformers, class_name, None)
+        if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+            return None
+        return _build(model_class, config_class or model_class.config_class, config)
     except Exception as error:  # noqa: BLE001
-        # A config of any age and origin may fail anywhere in its class; the price is one copy too many in the files.
+        # A config of any age and origin may fail anywhere in its class; the price is that names and ties stay.
         if warns:
-            what = "cannot be built from its config, so no weight counts as tied and no shape is compared"
-            _log.warning("%s %s: %s", model_class.__name__, what, error)
+            what = "cannot be built from its config, so no weight counts as tied, no shape is compared and names stay"
+            _log.warning("%s %s: %s", class_name, what, error)
         return None
 
 
-def hub_form(twin: nn.Module, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes under which `save_pretrained` writes tensors of a twin.
+def has_custom_code(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config names code of its own for its model."""
+    auto_map = config.get("auto_map")
+    return isinstance(auto_map, dict) and any(key.startswith("AutoModel") for key in auto_map)
 
-    From transformers 5 on, fused experts and models of several parts are written otherwise than their modules have
-    them. Where nothing is converted, or that fails, the names and shapes are those of the modules.
+
+def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a twin of every model of transformers in a module that is not part of another one.
+
+    It has the classes that these, and the models that they are made of, had before `fully_shard`, and everything that
+    is theirs but tensors; wrappers, and modules that are no models of transformers, are left out of it.
 
     Args:
-        twin: What `meta_twin` built.
-        names: Names of the twin's own. What is written as one tensor must be there together.
+        model: The module, wrapped or not.
+
+    Returns:
+        Pairs of a name, without wrapper segments and with a trailing dot unless it is empty, and a twin. Nothing where
+        transformers was not imported, since then there are no such models.
     """
-    tensors = twin.state_dict()
-    chosen = {name: tensors[name] for name in names}
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return []
+    twins: list[tuple[str, nn.Module]] = []
+    for name, module in clean_modules(model):
+        if isinstance(module, modeling.PreTrainedModel):
+            root = next(((path, twin) for path, twin in twins if name.startswith(path)), None)
+            if root is None:
+                twins.append((name, _bare(module)))
+            elif name != root[0]:
+                _put(root[1], name.removeprefix(root[0]).split(".")[:-1], _bare(module))
+    return twins
 
-        chosen = revert_weight_conversion(twin, dict(chosen))  # type: ignore[arg-type]
-    except ImportError:  # transformers 4
-        pass
-    except Exception as error:  # noqa: BLE001  a conversion of any class may fail, and two forms are only a courtesy
-        _log.debug("the conversion of %s cannot be reverted: %s", type(twin).__name__, error)
-    return {name: tuple(tensor.shape) for name, tensor in chosen.items()}
+
+def _bare(module: nn.Module) -> nn.Module:
+    """Return a module of the same class, as it was before `fully_shard`, with nothing in it but its attributes."""
+    bare: nn.Module = object.__new__(model_class(module))
+    nn.Module.__init__(bare)
+    vars(bare).update({name: value for name, value in vars(module).items() if name not in vars(bare)})
+    return bare
 
 
-def _build(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
-    live_config = model_class.config_class.from_dict(_decoded(config))
+def _put(root: nn.Module, path: Sequence[str], module: nn.Module) -> None:
+    for name in path[:-1]:
+        root = root._modules.setdefault(name, nn.Module())  # type: ignore[assignment]  # noqa: SLF001
+    root._modules[path[-1]] = module  # noqa: SLF001  a class may have its own idea of what it is to set an attribute
+
+
+def _build(model_class: Any, config_class: Any, config: Mapping[str, Any]) -> nn.Module:
+    live_config = config_class.from_dict(_decoded(config))
     with torch.device("meta"), _without_initialization():
         twin: Any = model_class(live_config)
     twin.tie_weights()
     return twin  # type: ignore[no-any-return]
+
+
+def _custom_classes(config: Mapping[str, Any], class_name: str, code: Path) -> tuple[Any, Any]:
+    """Import the classes of a model and of its config that `auto_map` names; None for what it does not."""
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+    if not has_custom_code(config):
+        return None, None
+    auto_map = config["auto_map"]
+    models = [str(reference) for key, reference in auto_map.items() if key.startswith("AutoModel")]
+    named = [reference for reference in models if reference.rpartition(".")[2] == class_name]
+    references = [(named or models)[0], auto_map.get("AutoConfig")]
+    model_class, config_class = (ref and get_class_from_dynamic_module(ref, str(code)) for ref in references)
+    return model_class, config_class
 
 
 def _decoded(value: Any) -> Any:

@@ -211,7 +211,7 @@ def _lora_file(plan: Plan) -> list[FileLayout]:
 
 
 def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
-    return split_into_files(plan.outputs, max_shard_size)
+    return split_into_files(plan.outputs, max_shard_size, plan.blocks)
 
 
 def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:

@@ -60,8 +60,8 @@ def flat_embedding(folder: Path) -> None:
 
 
 @_refused(
-    "what looks like an unflattened FSDP1 shard for 'model.layers.0.mlp.down_proj.weight' in {folder}: expected "
-    f"(16, 24) as {{folder}}/config.json has it, found (384,), and 2 more that disagree. {FLAT}"
+    "what looks like an unflattened FSDP1 shard for 'model.layers.0.mlp.up_proj.weight' in {folder}: expected "
+    f"(24, 16) as {{folder}}/config.json has it, found (384,), and 2 more that disagree. {FLAT}"
 )
 def flat_weights_of_one_rank(folder: Path) -> None:
     config, tensors = _llama()
@@ -71,8 +71,8 @@ def flat_weights_of_one_rank(folder: Path) -> None:
 
 
 @_refused(
-    "a shape that disagrees with the config for 'model.layers.0.mlp.down_proj.weight' in {folder}: expected (16, 20) "
-    f"as {{folder}}/config.json has it, found (16, 24), and 2 more that disagree. {OTHER_BASE}"
+    "a shape that disagrees with the config for 'model.layers.0.mlp.gate_proj.weight' in {folder}: expected (20, 16) "
+    f"as {{folder}}/config.json has it, found (24, 16), and 2 more that disagree. {OTHER_BASE}"
 )
 def another_models_config(folder: Path) -> None:
     config, tensors = _llama()
@@ -110,8 +110,8 @@ def half_resized_vocabulary(folder: Path) -> None:
 
 
 @_refused(
-    f"a vocabulary that does not fit the config for {HEAD!r} in {{folder}}: expected 32 rows, the vocab_size of "
-    f"{{folder}}/config.json, found 48, but 40 of {EMBEDDING!r}. {OTHER_BASE}"
+    f"a vocabulary that does not fit the config for {EMBEDDING!r} in {{folder}}: expected 32 rows, the vocab_size of "
+    f"{{folder}}/config.json, found 40, but 48 of {HEAD!r}. {OTHER_BASE}"
 )
 def vocabulary_of_two_other_sizes(folder: Path) -> None:
     config, tensors = _llama()
@@ -119,7 +119,7 @@ def vocabulary_of_two_other_sizes(folder: Path) -> None:
 
 
 @_refused(
-    f"a vocabulary that does not fit the config for {HEAD!r} in {{folder}}: expected 32 rows, the vocab_size of "
+    f"a vocabulary that does not fit the config for {EMBEDDING!r} in {{folder}}: expected 32 rows, the vocab_size of "
     f"{{folder}}/config.json, found 8. {OTHER_BASE}"
 )
 def vocabulary_without_the_token_for_padding(folder: Path) -> None:
