@@ -11,6 +11,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -134,6 +135,12 @@ class HubForm:
         return {output.inputs[0].name: output.info.name for output in whole}
 
     @cached_property
+    def buffers(self) -> set[str]:
+        """The names of buffers, those of the modules and those of the hub."""
+        own = {name for name, tensor in self.own.items() if not isinstance(tensor, nn.Parameter)}
+        return own | {name for name, inputs in self.inputs.items() if own.issuperset(inputs)}
+
+    @cached_property
     def _traced(self) -> list[Traced]:
         sharding = Sharding.replicated((0,))
         specs = [TensorSpec(name, tuple(each.shape), each.dtype, sharding) for name, each in self.own.items()]
@@ -205,7 +212,8 @@ def convert_stored(hub: HubForm, specs: Sequence[TensorSpec], folder: Path | Non
         _add(outputs, {name: tensor for name, tensor in tensors.items() if name in stays})
         return {name: outputs[name] for name in sorted(outputs, key=lambda name: position.get(name, len(position)))}
 
-    return HubConversion(convert, specs, class_name=hub.class_name, folder=folder, hub=hub)
+    marked = [replace(spec, is_buffer=True) if spec.name in hub.buffers else spec for spec in specs]
+    return HubConversion(convert, marked, class_name=hub.class_name, folder=folder, hub=hub)
 
 
 def _reversal(twin: nn.Module) -> ConvertDict:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ..names import strip_wrappers
 from ..sidecars.live_config import model_class
 from .aliases import clean_modules
 
@@ -63,8 +65,8 @@ def has_custom_code(config: Mapping[str, Any]) -> bool:
 def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return a twin of every model of transformers in a module that is not part of another one.
 
-    It has the classes that these, and the models that they are made of, had before `fully_shard`, and everything that
-    is theirs but tensors; wrappers, and modules that are no models of transformers, are left out of it.
+    Its modules have the classes of before `fully_shard`, no wrappers around them, and the attributes of those that
+    they are twins of. None of them is initialized, and no code of a model is run.
 
     Args:
         model: The module, wrapped or not.
@@ -78,27 +80,44 @@ def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
         return []
     twins: list[tuple[str, nn.Module]] = []
     for name, module in clean_modules(model):
-        if isinstance(module, modeling.PreTrainedModel):
-            root = next(((path, twin) for path, twin in twins if name.startswith(path)), None)
-            if root is None:
-                twins.append((name, _bare(module)))
-            elif name != root[0]:
-                _put(root[1], name.removeprefix(root[0]).split(".")[:-1], _bare(module))
+        is_inner = any(name.startswith(path) for path, _ in twins)
+        if isinstance(module, modeling.PreTrainedModel) and not is_inner:
+            twins.append((name, _twin_of(module, {})))
     return twins
 
 
-def _bare(module: nn.Module) -> nn.Module:
-    """Return a module of the same class, as it was before `fully_shard`, with nothing in it but its attributes."""
-    bare: nn.Module = object.__new__(model_class(module))
-    nn.Module.__init__(bare)
-    vars(bare).update({name: value for name, value in vars(module).items() if name not in vars(bare)})
-    return bare
+def _twin_of(module: nn.Module, made: dict[int, Any]) -> nn.Module:
+    """Copy a tree of modules without values, as it was before wrappers and `fully_shard`; what is shared stays so."""
+    module = _unwrapped(module)
+    if id(module) in made:
+        return made[id(module)]  # type: ignore[no-any-return]
+    twin: nn.Module = object.__new__(model_class(module))
+    nn.Module.__init__(twin)
+    made[id(module)] = twin
+    # Not by `setattr`, of which a class may have its own idea.
+    parts = vars(twin)
+    parts.update({name: value for name, value in vars(module).items() if name not in parts})
+    parts["_modules"].update({name: child and _twin_of(child, made) for name, child in module._modules.items()})  # noqa: SLF001
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in vars(module)[kind].items():
+            parts[kind][name] = None if tensor is None else made.setdefault(id(tensor), _on_meta(tensor))
+    return twin
 
 
-def _put(root: nn.Module, path: Sequence[str], module: nn.Module) -> None:
-    for name in path[:-1]:
-        root = root._modules.setdefault(name, nn.Module())  # type: ignore[assignment]  # noqa: SLF001
-    root._modules[path[-1]] = module  # noqa: SLF001  a class may have its own idea of what it is to set an attribute
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    value = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return what DDP, `torch.compile` and checkpointing wrap."""
+    while True:
+        children = [(name, child) for name, child in module._modules.items() if child is not None]  # noqa: SLF001
+        if len(children) != 1 or strip_wrappers(
+            f"{children[0][0]}.", [""] * isinstance(module, DistributedDataParallel)
+        ):
+            return module
+        module = children[0][1]
 
 
 def _build(model_class: Any, config_class: Any, config: Mapping[str, Any]) -> nn.Module:
