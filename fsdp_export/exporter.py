@@ -15,9 +15,9 @@ from torch import nn
 
 from .agreement import agree_on_plan, check_copies
 from .conversion.adapter import conversion_of
-from .conversion.aliases import find_aliases, unsaved_names
+from .conversion.aliases import unsaved_names
 from .conversion.cut import Conversion
-from .conversion.transformers import convert_live
+from .conversion.transformers import HubConversion, convert_live
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
@@ -27,9 +27,10 @@ from .sidecars.collect import from_model, has_config
 from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
-from .sources.live import LiveSource, find_ranks, named_tensors
+from .sources.live import LiveSource, find_ranks
 from .spec import TensorSpec
 from .steps import copy_step
+from .ties import LiveTies, equal_ties, live_ties
 from .walk import Delivered, gathered_pieces, run
 
 __all__ = ["Exporter"]
@@ -87,6 +88,7 @@ class Exporter:
         self._model, self._state_dict = model, state_dict
         self._dtype = DtypePolicy.parse(dtype)
         self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
+        self._equal: dict[str, str] = {}  # of ties that are broken, those whose values were equal when last looked at
         self._adapter, self._given_aliases, self._untied = adapter, aliases, tuple(untied)
         self._device = torch.device(device) if device is not None else None
         self._bucket_bytes = bucket_bytes
@@ -98,11 +100,15 @@ class Exporter:
         """What is exported. Local; raises what cannot be exported (`SourceError`, `UsageError`)."""
         if not isinstance(self._model, nn.Module):
             return self._model
-        return LiveSource(self._model, state_dict=self._state_dict, aliases=self._aliases, device=self._device)
+        return LiveSource(self._model, state_dict=self._state_dict, aliases=self._ties.aliases, device=self._device)
 
     @cached_property
     def plan(self) -> Plan:
-        """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered."""
+        """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered.
+
+        Where a module has two parameters for one that its config declares tied, both count until an export compares
+        them.
+        """
         given = self._given_aliases or {}
         specs = {spec.name: spec for spec in self._specs}
         available = self.conversion.names if self.conversion is not None else tuple(specs)
@@ -113,8 +119,16 @@ class Exporter:
         else:
             steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
         blocks = self.conversion.blocks if self.conversion is not None else {}
-        aliases = tuple(sorted(self._aliases.items()))
-        return Plan(tuple(steps), self.source.ranks, aliases, self._untied, order=tuple(names), blocks=blocks)
+        aliases = {self._renamed(alias): self._renamed(kept) for alias, kept in self._aliases.items()}
+        return Plan(
+            tuple(steps),
+            self.source.ranks,
+            tuple(sorted(aliases.items())),
+            self._untied or tuple(sorted(self._ties.broken.keys() - self._equal)),
+            are_tied_by_hand=self._ties.are_undeclared,
+            order=tuple(names),
+            blocks=blocks,
+        )
 
     @cached_property
     def conversion(self) -> Conversion | None:
@@ -237,13 +251,26 @@ class Exporter:
         return [spec for spec in self.source.specs if spec.name not in left_out]
 
     @cached_property
-    def _aliases(self) -> Mapping[str, str]:
-        if isinstance(self._model, nn.Module):
-            return find_aliases(named_tensors(self._model), self._model)
-        return self._given_aliases or {}
+    def _ties(self) -> LiveTies:
+        return live_ties(self._model) if isinstance(self._model, nn.Module) else LiveTies({}, {}, are_undeclared=False)
+
+    @property
+    def _aliases(self) -> dict[str, str]:
+        """Names to leave out: of a live module in its own names, with ties that are broken but were found equal."""
+        return {**(self._given_aliases or {}), **self._ties.aliases, **self._equal}
+
+    def _renamed(self, name: str) -> str:
+        conversion = self.conversion if isinstance(self._model, nn.Module) else None
+        return conversion.renamed(name) if isinstance(conversion, HubConversion) else name
 
     def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
         self.source.refresh()
+        if self._ties.broken:
+            equal = equal_ties(self.source, self._ties, operation)
+            if equal != self._equal:
+                self._equal = equal
+                for made in ("plan", "conversion"):
+                    vars(self).pop(made, None)
         options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)

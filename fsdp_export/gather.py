@@ -136,22 +136,31 @@ class _Part:
 
 
 class _Stage:
-    """One all-gather inside one mesh axis.
+    """One collective inside one mesh axis.
 
-    Equal blocks of whole rows are gathered to where they belong; others go through scratch memory, which the stages
-    of a bucket share.
+    Equal blocks of whole rows are gathered to where they belong, and a large block that one rank alone has is sent from
+    there; others go through scratch memory, which the stages of a bucket share.
     """
 
     def __init__(self, parts: list[_Part], group: dist.ProcessGroup) -> None:
         self._parts, self._group = parts, group
         first = parts[0]
+        holders = [position for position, size in enumerate(first.sizes) if size]
+        self._sender = holders[0] if len(parts) == len(holders) == 1 and first.slot_bytes >= _SMALL_BYTES else None
         self._is_direct = len(parts) == 1 and first.dim == 0 and min(first.sizes) == max(first.sizes)
         self._begins = [0, *accumulate(-(-part.slot_bytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]
-        self.scratch_bytes = 0 if self._is_direct else (1 + len(first.sizes)) * self._begins[-1]
+        needs_none = self._is_direct or self._sender is not None
+        self.scratch_bytes = 0 if needs_none else (1 + len(first.sizes)) * self._begins[-1]
 
     def run(self, scratch: torch.Tensor) -> None:
         if self._is_direct:
             all_gather_into(_as_bytes(self._parts[0].output), _as_bytes(self._parts[0].tensor), self._group)
+            return
+        if self._sender is not None:
+            output = self._parts[0].output
+            if self._parts[0].tensor.numel():
+                output.copy_(self._parts[0].tensor)
+            dist.broadcast(_as_bytes(output), group=self._group, group_src=self._sender)
             return
         sent, slots = scratch[: self._begins[-1]], scratch[self._begins[-1] : self.scratch_bytes]
         for part, begin in zip(self._parts, self._begins, strict=False):

@@ -34,6 +34,7 @@ class Plan:
         ranks: The global ranks that export together.
         aliases: Names that are not delivered because they are tied, and the name that is delivered instead.
         untied: Names that count as tied but differ, so that all of them are delivered.
+        are_tied_by_hand: Whether embeddings are tied that the config declares not to be.
         order: The names of the outputs as they follow each other in files; default: that of the steps.
         blocks: Outputs that files keep together, and a number that those share which do.
     """
@@ -42,6 +43,7 @@ class Plan:
     ranks: tuple[int, ...] = (0,)
     aliases: tuple[tuple[str, str], ...] = ()
     untied: tuple[str, ...] = ()
+    are_tied_by_hand: bool = False
     order: tuple[str, ...] = ()
     blocks: Mapping[str, int] = field(default_factory=dict)
 
@@ -192,17 +194,23 @@ def _is_local(step: Step) -> bool:
 
 
 def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
-    """Cut a step into windows that take an equal number of units from every block of dim 0."""
+    """Cut a step into windows that take an equal number of units from every block of dim 0.
+
+    Where not even one of each fits, as of the experts of a large model on many ranks, blocks are cut one by one.
+    """
     if not step.by_unit:
         yield Window(step, ((0, step.num_units),))
         return
     spec = step.by_unit[0]
     blocks = sorted({box.rows for box, _ in spec.sharding.holders(spec.shape) if box.rows[0] < box.rows[1]})
     longest = max((stop - first for first, stop in blocks), default=0)
-    rows = max(max_bytes // (step.unit_bytes * len(blocks)), 1) if step.unit_bytes and blocks else max(longest, 1)
-    for begin in range(0, longest, rows):
-        parts = ((first + begin, min(first + begin + rows, stop)) for first, stop in blocks)
-        yield Window(step, tuple(part for part in parts if part[0] < part[1]))
+    fitting = max_bytes // step.unit_bytes if step.unit_bytes else longest * len(blocks)
+    groups = [blocks] if fitting >= len(blocks) else [[block] for block in blocks]
+    rows = max(fitting // len(groups[0]), 1) if groups and groups[0] else 1
+    for group in groups:
+        for begin in range(0, max((stop - first for first, stop in group), default=0), rows):
+            parts = ((first + begin, min(first + begin + rows, stop)) for first, stop in group)
+            yield Window(step, tuple(part for part in parts if part[0] < part[1]))
 
 
 def _digest(text: str) -> str:

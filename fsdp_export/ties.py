@@ -1,19 +1,75 @@
-"""Which names of a checkpoint on disk are tied: the config says so, and the values are equal."""
+"""Which names are tied: in a module those of one parameter, else those of which the config says so and that are equal.
+
+A tie that the config declares is broken where a module has two parameters for it, since it was wrapped part by part or
+was never tied. As long as these are equal they count as one; else both are exported, and the config gets another flag.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from .conversion.aliases import declared_aliases
+from .conversion.aliases import declared_aliases, find_aliases, output_embeddings, own_ties
 from .conversion.transformers import HubForm
+from .conversion.twin import pretrained_twins
 from .fence import Operation
 from .sources.base import Source
+from .sources.live import named_tensors
 from .spec import TensorSpec
 from .walk import CHUNK_BYTES
 
-__all__ = ["tied_names"]
+__all__ = ["LiveTies", "equal_ties", "live_ties", "tied_names"]
+
+
+@dataclass(frozen=True)
+class LiveTies:
+    """The ties of a live module.
+
+    Attributes:
+        aliases: Names to leave out, and the name under which the same parameter is exported.
+        broken: Names that the config declares to be tied to others, which are other parameters.
+        are_undeclared: Whether embeddings are tied that the config declares not to be.
+    """
+
+    aliases: Mapping[str, str]
+    broken: Mapping[str, str]
+    are_undeclared: bool
+
+
+def live_ties(model: nn.Module) -> LiveTies:
+    """Find the ties of a module. Local, and values are not looked at.
+
+    Raises:
+        SourceError: As `named_tensors`.
+    """
+    named = named_tensors(model)
+    aliases = find_aliases(named, model)
+    declared: dict[str, str] = {}
+    outputs: set[str] = set()
+    for path, twin in pretrained_twins(model):
+        declared |= {path + alias: path + kept for alias, kept in own_ties(twin).items()}
+        outputs |= {path + name for name in output_embeddings(twin)}
+    pairs = {alias: kept for alias, kept in declared.items() if alias in named and kept in named}
+    broken = {alias: kept for alias, kept in pairs.items() if named[alias] is not named[kept]}
+    return LiveTies(aliases, broken, bool(outputs & (aliases.keys() - declared.keys())))
+
+
+def equal_ties(source: Source, ties: LiveTies, operation: Operation) -> dict[str, str]:
+    """Return the broken ties of which both parameters have the same values. Collective."""
+    specs = {spec.name: spec for spec in source.specs}
+    equal = []
+    for alias, kept in ties.broken.items():
+        operation.check()
+        one, other = specs[alias], specs[kept]
+        is_alike = (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
+        rows = one.sharding.box(one.shape, source.rank).rows
+        equal.append(is_alike and _same_bytes(source.rows(one, *rows), source.rows(other, *rows)))
+    everyones = operation.agree("".join("01"[is_equal] for is_equal in equal))
+    cards = zip(ties.broken.items(), zip(*everyones, strict=True), strict=True)
+    return {alias: kept for (alias, kept), answers in cards if "0" not in answers}
 
 
 def tied_names(
@@ -35,11 +91,12 @@ def _are_equal(source: Source, one: TensorSpec | None, other: TensorSpec | None,
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = max(CHUNK_BYTES // max(one.row_bytes, 1), 1)
+    blocks = range(part * rows, one.num_rows, parts * rows)
     return all(
-        torch.equal(_bytes(source, one, first, rows), _bytes(source, other, first, rows))
-        for first in range(part * rows, one.num_rows, parts * rows)
+        _same_bytes(*(source.rows(spec, first, min(first + rows, spec.num_rows)) for spec in (one, other)))
+        for first in blocks
     )
 
 
-def _bytes(source: Source, spec: TensorSpec, first: int, rows: int) -> torch.Tensor:
-    return source.rows(spec, first, min(first + rows, spec.num_rows)).contiguous().reshape(-1).view(torch.uint8)
+def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -149,6 +149,8 @@ def walk(
     if sink.delivery == "everyone":
         for piece in gathered_pieces(plan, source, operation, bucket_bytes):
             deliver(piece)
+            for alias in _aliases(plan, piece.info.name) if sink.wants_aliases else ():
+                sink.write(replace(piece, info=replace(piece.info, name=alias)))
             del piece
         return
     if not gather_all:
@@ -160,6 +162,10 @@ def walk(
             deliver(piece)
             del piece
         del bucket
+
+
+def _aliases(plan: Plan, name: str) -> list[str]:
+    return [alias for alias, kept in plan.aliases if kept == name]
 
 
 def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_bytes: int) -> Iterator[Piece]:

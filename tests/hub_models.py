@@ -19,11 +19,22 @@ TEXT: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
-_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_ROPE = {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 10000.0}
-_QWEN_VISION = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1}
-_DEEPSEEK = {
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "decoder_sparse_step": 1,
+}
+_LOCAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROPE: dict[str, Any] = {"rope_type": "default", "mrope_section": [1, 1], "rope_theta": 10000.0}
+_QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+}
+_DEEPSEEK: dict[str, Any] = {
     "n_routed_experts": 4,
     "n_group": 2,
     "topk_group": 1,
@@ -36,7 +47,7 @@ _DEEPSEEK = {
     "qk_nope_head_dim": 4,
     "v_head_dim": 4,
 }
-_LINEAR = {
+_LINEAR: dict[str, Any] = {
     "linear_num_value_heads": 4,
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 4,
@@ -61,11 +72,12 @@ def _gpt2() -> Any:
 
 def _t5() -> Any:
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": 33}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(decoder_start_token_id=0, **sizes))
+    config: Any = transformers.T5Config
+    return transformers.T5ForConditionalGeneration(config(decoder_start_token_id=0, **sizes))
 
 
 def _dinov2() -> Any:
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    sizes: Any = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4}
     return transformers.Dinov2Model(transformers.Dinov2Config(use_swiglu_ffn=True, **sizes))
 
 
@@ -74,8 +86,8 @@ def _qwen_vl(name: str) -> Callable[[], Any]:
         width = (
             {"embed_dim": 16, "hidden_size": 16} if name == "Qwen2VL" else {"hidden_size": 16, "out_hidden_size": 16}
         )
-        extra = {} if name == "Qwen2VL" else {"intermediate_size": 24, "fullatt_block_indexes": [1]}
-        vision = {**_QWEN_VISION, **width, **extra}
+        extra: Any = {} if name == "Qwen2VL" else {"intermediate_size": 24, "fullatt_block_indexes": [1]}
+        vision: Any = {**_QWEN_VISION, **width, **extra}
         text = {**TEXT, "rope_scaling": _ROPE}
         config = getattr(transformers, f"{name}Config")(text_config=text, vision_config=vision)
         return getattr(transformers, f"{name}ForConditionalGeneration")(config)
@@ -91,7 +103,7 @@ def _llava() -> Any:
 
 
 def _qwen3_vl_moe() -> Any:
-    vision = {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24}
+    vision: Any = {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24}
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
     text = {**TEXT, **_EXPERTS, "rope_scaling": _ROPE}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
@@ -110,7 +122,7 @@ HUB_MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": _text("Qwen3"),
     "llama": _text("Llama"),
     "llama-tied": _text("Llama", tie_word_embeddings=True),
-    "gemma3-text": _text("Gemma3", "ForCausalLM") if False else _text("Gemma2"),
+    "gemma2": _text("Gemma2"),
     "gemma3": _gemma3,
     "gpt2": _gpt2,
     "mistral": _text("Mistral"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..names import strip_wrappers
 
-__all__ = ["clean_modules", "declared_aliases", "find_aliases", "unsaved_names"]
+__all__ = ["clean_modules", "declared_aliases", "find_aliases", "output_embeddings", "own_ties", "unsaved_names"]
+
+_log = logging.getLogger("fsdp_export")
 
 
 def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str]:
@@ -58,6 +62,25 @@ def declared_aliases(twin: nn.Module | None, names: Iterable[str], renamed: Mapp
     declared = find_aliases(twin.state_dict(keep_vars=True), twin)
     others = {renamed.get(alias, alias): renamed.get(kept, kept) for alias, kept in declared.items()}
     return {alias: kept for alias, kept in (declared | others).items() if alias in present and kept in present}
+
+
+def own_ties(twin: Any) -> dict[str, str]:
+    """Tie what the config and the class of a model of transformers declare, and return each name with that it keeps."""
+    try:
+        twin.tie_weights()
+    except Exception as error:  # noqa: BLE001  what a class does here is its own; the price is a copy too many
+        _log.debug("the weights of %s cannot be tied: %s", type(twin).__name__, error)
+        return {}
+    return find_aliases(twin.state_dict(keep_vars=True), twin)
+
+
+def output_embeddings(twin: Any) -> list[str]:
+    """Return the names of the parameters that a model of transformers makes logits with."""
+    try:
+        own = {id(parameter) for parameter in twin.get_output_embeddings().parameters()}
+    except Exception:  # noqa: BLE001  there are none, in whichever way a class says so
+        return []
+    return [name for name, value in twin.state_dict(keep_vars=True).items() if id(value) in own]
 
 
 def unsaved_names(model: nn.Module) -> set[str]:

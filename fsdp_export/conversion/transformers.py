@@ -21,7 +21,7 @@ from torch import nn
 from ..errors import PlanError, listing
 from ..spec import Sharding, TensorSpec
 from .cut import Conversion
-from .trace import ConvertDict, Traced, trace
+from .trace import ConvertDict, Traced, checked, trace
 from .twin import pretrained_twins
 
 __all__ = ["HubConversion", "HubForm", "convert_live", "convert_stored"]
@@ -77,6 +77,11 @@ class HubConversion(Conversion):
         outputs = self._traced.values()
         made = [output for output in outputs if output.whole is None or output.whole.name != output.info.name]
         return len({spec for output in made for spec in output.inputs}), len(made)
+
+    def renamed(self, name: str) -> str:
+        """Return the hub's name of a tensor, which may be one that is left out since it is tied; else its own."""
+        outputs = checked(lambda: self._convert({name: torch.empty(0, device="meta")}))
+        return next(iter(outputs)) if len(outputs) == 1 else name
 
     def _check_complete(self, hub: HubForm, folder: Path | None) -> None:
         """Refuse what a part of its tensors would make: a tensor of another shape under the same name."""

@@ -86,11 +86,11 @@ def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return twins
 
 
-def _twin_of(module: nn.Module, made: dict[int, Any]) -> nn.Module:
-    """Copy a tree of modules without values, as it was before wrappers and `fully_shard`; what is shared stays so."""
+def _twin_of(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """Copy a tree of modules without values, as it was before wrappers and `fully_shard`; no tensor of it is tied."""
     module = _unwrapped(module)
     if id(module) in made:
-        return made[id(module)]  # type: ignore[no-any-return]
+        return made[id(module)]
     twin: nn.Module = object.__new__(model_class(module))
     nn.Module.__init__(twin)
     made[id(module)] = twin
@@ -100,7 +100,7 @@ def _twin_of(module: nn.Module, made: dict[int, Any]) -> nn.Module:
     parts["_modules"].update({name: child and _twin_of(child, made) for name, child in module._modules.items()})  # noqa: SLF001
     for kind in ("_parameters", "_buffers"):
         for name, tensor in vars(module)[kind].items():
-            parts[kind][name] = None if tensor is None else made.setdefault(id(tensor), _on_meta(tensor))
+            parts[kind][name] = None if tensor is None else _on_meta(tensor)
     return twin
 
 

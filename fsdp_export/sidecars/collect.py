@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..errors import SourceError
-from .config_json import REMOVED, Edits, class_edits, dtype_edits, edit_json, untie_edits
+from .config_json import REMOVED, Edits, class_edits, dtype_edits, edit_json, tie_edits, untie_edits
 from .live_config import config_of, generate, live_edits, model_class, unwrap
 from .origins import (
     CONFIG,
@@ -151,14 +151,15 @@ def from_folder(
 
 
 def fit_config(
-    sidecars: Sidecars, *, dtype: torch.dtype | None, untied: bool = False, quantized: bool | None = None
+    sidecars: Sidecars, *, dtype: torch.dtype | None, tied: bool | None = None, quantized: bool | None = None
 ) -> Sidecars:
     """Return the sidecars with a config that is true to the weights; only what is not is edited.
 
     Args:
         sidecars: What was decided; left as it is.
         dtype: The dtype of the first floating tensor in the files; None when there is none.
-        untied: Whether weights that the config declares tied are written one by one, since their values differ.
+        tied: False where weights that the config declares tied are written one by one, since their values differ; True
+            where embeddings that it declares not to be are one parameter, which is written once.
         quantized: Whether tensors are packed as `quantization_config` says; False drops it, None leaves it.
     """
     files, warnings = list(sidecars.files), list(sidecars.warnings)
@@ -167,7 +168,10 @@ def fit_config(
         edits = dict(sidecars.edits)
         if dtype is not None:
             edits.update(dtype_edits(config, dtype))
-        if untied:
+        if tied:
+            edits.update(tie_edits(config))
+            warnings.append("embeddings are tied that are not in the config: the flag is on")
+        if tied is False:
             edits.update(untie_edits(config))
             warnings.append("weights that are tied in the config differ: all are written, and the flag is off")
         if quantized is False and "quantization_config" in config:

@@ -21,6 +21,7 @@ __all__ = [
     "dtype_edits",
     "edit_json",
     "rope_edits",
+    "tie_edits",
     "untie_edits",
     "vocab_edits",
 ]
@@ -98,13 +99,15 @@ def dtype_edits(config: Mapping[str, Any], dtype: torch.dtype) -> Edits:
     return {path: name for path, value in paths.items() if value != name and value in old}
 
 
+def tie_edits(config: Mapping[str, Any]) -> Edits:
+    """Return the edits that say that embeddings are tied, against the flags and the defaults of the class."""
+    return {path: True for path in _tie_flags(config) if _at(config, path) is not True}
+
+
 def untie_edits(config: Mapping[str, Any]) -> Edits:
     """Return the edits that say that no weights are tied, against the flags and the defaults of the class."""
-    paths: list[KeyPath] = [("tie_word_embeddings",)]
-    if isinstance(config.get("text_config"), dict):
-        paths.append(("text_config", "tie_word_embeddings"))
-    paths += [path for path, value in _leaves(config) if path[-1] == "tie_word_embeddings" and value]
-    return {path: False for path in paths if _at(config, path) is not False}
+    inner = [path for path, value in _leaves(config) if path[-1] == "tie_word_embeddings" and value]
+    return {path: False for path in (*_tie_flags(config), *inner) if _at(config, path) is not False}
 
 
 def vocab_edits(config: Mapping[str, Any], old: int, new: int) -> Edits:
@@ -182,6 +185,11 @@ def _parts(config: Mapping[str, Any], path: KeyPath = ()) -> Iterator[tuple[KeyP
     for key, value in config.items():
         if isinstance(value, dict) and key not in _ATOMIC:
             yield from _parts(value, (*path, key))
+
+
+def _tie_flags(config: Mapping[str, Any]) -> list[KeyPath]:
+    has_text_part = isinstance(config.get("text_config"), dict)
+    return [("tie_word_embeddings",), *([("text_config", "tie_word_embeddings")] if has_text_part else [])]
 
 
 def _leaves(config: Mapping[str, Any]) -> Iterator[tuple[KeyPath, Any]]:

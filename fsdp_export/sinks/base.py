@@ -31,12 +31,15 @@ class Sink:
             it holds, so nothing is gathered that need not be). `"everyone"`: every tensor is written whole, in plan
             order, on every rank, on the device.
         is_concurrent: Whether `write` and `copy` may be called from several threads at once.
+        wants_aliases: With `"everyone"`: whether a tied tensor is written once more under each of its other names,
+            which `plan.aliases` has, right after that of `plan.outputs`.
         copies_files: Whether `copy` takes rows that lie in files just as they are to be written.
     """
 
     delivery: Delivery = "everyone"
     is_concurrent: bool = False
     copies_files: bool = False
+    wants_aliases: bool = False
 
     def begin(self, plan: Plan) -> str:
         """Prepare the update. Called on the first rank only.

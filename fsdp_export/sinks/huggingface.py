@@ -179,7 +179,8 @@ class HuggingFaceSink(FileSink):
         """Decide on the sidecars, then as `FileSink.begin`."""
         if self._find_sidecars is not None:
             dtypes = (output.dtype for output in plan.outputs if output.dtype.is_floating_point)
-            self._sidecars = fit_config(self._find_sidecars(), dtype=next(dtypes, None), untied=bool(plan.untied))
+            tied = False if plan.untied else plan.are_tied_by_hand or None
+            self._sidecars = fit_config(self._find_sidecars(), dtype=next(dtypes, None), tied=tied)
         return super().begin(plan)
 
     def write_extras(self, staging: Path, plan: Plan) -> list[str]:

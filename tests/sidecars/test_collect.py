@@ -357,7 +357,7 @@ def test_a_config_is_fitted_to_the_weights_and_to_nothing_else(base: Path) -> No
     (base / "config.json").write_text(config.replace("false", "true"))
     sidecars = from_folder(base)
     before = _texts(sidecars)
-    fitted = fit_config(sidecars, dtype=torch.bfloat16, untied=True, quantized=False)
+    fitted = fit_config(sidecars, dtype=torch.bfloat16, tied=False, quantized=False)
     assert _texts(fitted) == {**before, "config.json": CONFIG.replace("float32", "bfloat16")}
     assert fitted.config == json.loads(_texts(fitted)["config.json"])
     assert len(fitted.warnings) == 2
@@ -369,7 +369,7 @@ def test_a_config_that_is_true_already_stays_a_copy(base: Path) -> None:
     sidecars = from_folder(base)
     assert fit_config(sidecars, dtype=torch.float32) == sidecars
     assert fit_config(sidecars, dtype=None) == sidecars
-    assert fit_config(Sidecars(), dtype=torch.float16, untied=True) == Sidecars()
+    assert fit_config(Sidecars(), dtype=torch.float16, tied=False) == Sidecars()
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], ids=oct)
