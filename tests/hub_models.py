@@ -105,7 +105,7 @@ def _llava() -> Any:
 def _qwen3_vl_moe() -> Any:
     vision: Any = {**_QWEN_VISION, "hidden_size": 16, "out_hidden_size": 16, "intermediate_size": 24}
     vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16}
-    text = {**TEXT, **_EXPERTS, "rope_scaling": _ROPE}
+    text = {**TEXT, **_EXPERTS, "moe_intermediate_size": 12, "rope_scaling": {**_ROPE, "mrope_section": [1, 1, 0]}}
     config = transformers.Qwen3VLMoeConfig(text_config=text, vision_config=vision)
     return transformers.Qwen3VLMoeForConditionalGeneration(config)
 
@@ -128,7 +128,7 @@ HUB_MODELS: dict[str, Callable[[], Any]] = {
     "mistral": _text("Mistral"),
     "mixtral": _text("Mixtral", **_LOCAL),
     "qwen3-moe": _text("Qwen3Moe", **_EXPERTS),
-    "deepseek-v3": _text("DeepseekV3", **_DEEPSEEK),
+    "deepseek-v3": _text("DeepseekV3", **{**_DEEPSEEK, "num_key_value_heads": 4}),
     "gpt-oss": _text("GptOss", **_LOCAL),
     "qwen3-next": _text("Qwen3Next", **_EXPERTS, **_LINEAR),
     "phimoe": _text("Phimoe", **_LOCAL),
@@ -146,3 +146,16 @@ def hub_model(kind: str) -> Any:
     """Return a model with weights from a seed."""
     torch.manual_seed(0)
     return HUB_MODELS[kind]()
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """Return what a model makes of one short input."""
+    tokens = torch.tensor([[5, 3, 8, 13, 2]])
+    inputs: dict[str, torch.Tensor] = {"input_ids": tokens}
+    if model.config.model_type == "dinov2":
+        inputs = {"pixel_values": torch.linspace(-1, 1, 3 * 8 * 8).reshape(1, 3, 8, 8)}
+    if model.config.model_type == "t5":
+        inputs["decoder_input_ids"] = tokens
+    with torch.no_grad():
+        output: torch.Tensor = model.eval()(**inputs)[0]
+    return output

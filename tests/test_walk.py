@@ -6,21 +6,18 @@ import threading
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from exports import assert_same, expected_export
+from live_bytes import LiveBytes
 from models import shard, tiny
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fsdp_export import Exporter, gather, walk
 from fsdp_export.errors import ExportError, SinkError, SourceError
@@ -172,33 +169,6 @@ def test_a_source_that_fails_at_any_read_on_any_rank_fails_on_all(delivery):
         assert_same(dict(Exporter(model).tensors()), expected_export(tiny(tied=False)))
 
     run_ranks(check, 3)
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all tensors made within it that are alive.
-
-    Attributes:
-        peak: The most there were.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {storage._cdata for storage in storages((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for storage in storages(result):
-            if storage._cdata not in given:
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self._alive = {key: item for key, item in self._alive.items() if not item[0].expired()}
-        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._alive.values()))
-        return result
-
-
-def storages(tree: Any) -> list[Any]:
-    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 class Dropping(Sink):
