@@ -27,6 +27,7 @@ from .sidecars.collect import Sidecars, from_folder
 from .sidecars.origins import CONFIG
 from .sources.base import Source
 from .sources.detect import open_source
+from .sources.hf_folder import names_in
 from .spec import TensorSpec
 from .table import dtype_name
 from .ties import tied_names
@@ -82,7 +83,7 @@ def open_checkpoint(
         if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
             dtype = "keep"
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        hub = _hub_form(sidecars, trust_remote_code=trust_remote_code) if config and not is_lora else None
+        hub = _hub_form(opened, sidecars, trust_remote_code=trust_remote_code) if config and not is_lora else None
         conversion = _conversion(adapter, opened, sidecars, hub)
         origins = _origins(opened, conversion)
         aliases, untied = tied_names(opened, origins, hub, operation)
@@ -156,11 +157,14 @@ def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
 
 
-def _hub_form(sidecars: Sidecars, *, trust_remote_code: bool) -> HubForm | None:
+def _hub_form(source: Source, sidecars: Sidecars, *, trust_remote_code: bool) -> HubForm | None:
     """Return the form that the model of a config has on the hub; None for a class that is not known."""
-    code = sidecars.config_file.parent if trust_remote_code and sidecars.config_file is not None else None
-    twin = meta_twin(sidecars.config or {}, code=code)
-    return HubForm(twin) if twin is not None else None
+    folder = sidecars.config_file.parent if sidecars.config_file is not None else None
+    twin = meta_twin(sidecars.config or {}, code=folder if trust_remote_code else None)
+    if twin is None:
+        return None
+    loaded = names_in(folder) if folder is not None else frozenset[str]()
+    return HubForm(twin, loaded | {spec.name for spec in source.specs})
 
 
 def _conversion(adapter: Any, source: Source, sidecars: Sidecars, hub: HubForm | None) -> Conversion | None:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,9 +107,13 @@ class HubForm:
 
     Args:
         twin: The model, on the meta device.
+        names: Names of the checkpoint that the model was loaded from, as far as they are known. `save_pretrained` puts
+            back a prefix that was taken off names then, and remembers that in the model.
     """
 
-    def __init__(self, twin: nn.Module) -> None:
+    def __init__(self, twin: nn.Module, names: Collection[str] = ()) -> None:
+        if names:
+            _remember_prefixes(twin, frozenset(names))
         self.twin = twin
         self.class_name = type(twin).__name__
         self.own: dict[str, torch.Tensor] = {
@@ -219,6 +224,29 @@ def convert_stored(hub: HubForm, specs: Sequence[TensorSpec], folder: Path | Non
 
     marked = [replace(spec, is_buffer=True) if spec.name in hub.buffers else spec for spec in specs]
     return HubConversion(convert, marked, class_name=hub.class_name, folder=folder, hub=hub)
+
+
+def _remember_prefixes(twin: Any, names: frozenset[str]) -> None:
+    """Let a twin be saved with those prefixes that the names of a checkpoint have, as after `from_pretrained`."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import PrefixChange
+    except ImportError:
+        return
+    changes = get_model_conversion_mapping(twin, add_legacy=False)
+    prefixes = [change for change in changes if isinstance(change, PrefixChange)]
+    if not prefixes:
+        return
+    chosen = [change for change in changes if change not in prefixes]
+    best = len(HubForm(twin).inputs.keys() & names)
+    for prefix in prefixes:
+        trial = [change for change in changes if change in chosen or change is prefix]
+        former, twin._weight_conversions = getattr(twin, "_weight_conversions", None), trial  # noqa: SLF001
+        num_known = len(HubForm(twin).inputs.keys() & names)
+        if num_known > best:
+            chosen, best = trial, num_known
+        else:
+            twin._weight_conversions = former  # noqa: SLF001
 
 
 def _reversal(twin: nn.Module) -> ConvertDict:

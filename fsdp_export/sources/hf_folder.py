@@ -17,21 +17,34 @@ from pathlib import Path
 
 import torch
 
-from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..errors import ExportError, NotFoundError, SourceError, UsageError, listing
 from ..spec import Box
 from .archive import DataFiles, Place
 from .dcp_model import ModelState, find_model, name_keys
-from .hf_files import WeightFiles, find_weights, holds_shards, is_part, recognizes
+from .hf_files import WeightFiles, find_weights, holds_shards, is_part, read_index, recognizes
 from .safetensors_file import Entry, Header, dense, read_header
 from .stored import Chunk, Located, StoredSource, StoredTensor, check_cover
 
-__all__ = ["HfFolderSource"]
+__all__ = ["HfFolderSource", "names_in"]
 
 _log = logging.getLogger("fsdp_export")
 
+_ONLY_FILE = "model.safetensors"
 _WHOLE_FOLDER = "consolidated"
 _SHARDS_FOLDER = "sharded"
 _OTHER_SAVES = "The files are of different saves; use another step"
+
+
+def names_in(folder: Path) -> frozenset[str]:
+    """Return the names of the tensors of a Hugging Face folder: of its index, or only file.
+
+    There are none where neither can be read. The files that an index lists need not be there.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        return frozenset(read_index(index) if index.is_file() else read_header(DataFiles(folder), _ONLY_FILE).entries)
+    except ExportError:
+        return frozenset()
 
 
 class HfFolderSource(StoredSource):

@@ -16,7 +16,7 @@ from hub_models import HUB_MODELS, hub_model, logits_of
 from live_bytes import LiveBytes
 from models import compiled
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -49,6 +49,11 @@ def weights(folder: Path) -> dict[str, bytes]:
     files = {path.name: path.read_bytes() for path in folder.glob("model*")}
     assert files
     return files
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    weight_map: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return weight_map
 
 
 def differing(ours: Path, theirs: Path) -> list[str]:
@@ -262,6 +267,28 @@ def test_the_hub_form_is_what_save_pretrained_writes(tmp_path):
     twin = meta_twin(json.loads((tmp_path / "config.json").read_text()))
     assert twin is not None
     assert HubForm(twin).shapes == shapes(load_file(tmp_path / "model.safetensors"))
+
+
+@core
+@pytest.mark.parametrize("kind", ["llava", "gemma3"])
+def test_a_prefix_that_was_taken_off_as_the_model_was_loaded_comes_back(kind, tmp_path):
+    """On the hub the towers of many models are called `vision_tower.vision_model`."""
+    base = tmp_path / "base"
+    hub_model(kind).save_pretrained(base)
+    tensors = load_file(base / "model.safetensors")
+    added = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors.items()}
+    save_file(added, base / "model.safetensors", metadata={"format": "pt"})
+    model = type(hub_model(kind)).from_pretrained(base).eval()
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="6KB")
+    assert any("vision_model" in name for name in index_of(tmp_path / "theirs"))
+    Exporter(model).save(tmp_path / "live", max_shard_size="6KB", fsync=False)
+    step = save(tmp_path / "step-1", model.state_dict())
+    export_checkpoint(step, tmp_path / "dcp", base_model=base, max_shard_size="6KB", fsync=False)
+    report = export_checkpoint(base, tmp_path / "hub", max_shard_size="6KB", fsync=False)
+    assert [differing(tmp_path / name, tmp_path / "theirs") for name in ("live", "dcp", "hub")] == [[], [], []]
+    assert not any("does not know" in note or "lacks" in note for note in report.notes)
+    export_checkpoint(step, tmp_path / "again", base_model=tmp_path / "theirs", max_shard_size="6KB", fsync=False)
+    assert differing(tmp_path / "again", tmp_path / "theirs") == []
 
 
 @core
