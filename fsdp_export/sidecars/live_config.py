@@ -82,8 +82,19 @@ def generate(live: Any, class_name: str | None = None, dtype: torch.dtype | None
     if dtype is not None:
         edits.update({(key,): str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype")})
     config = json.loads(edit_json(text, edits))
-    both = json.loads(edit_json(_dump(config), rope_edits(config)))
+    both = json.loads(edit_json(_dump(config), {**_field_edits(live, config), **rope_edits(config)}))
     return _dump(both if both == config or _means_the_same(live, _dump(both), _dump(config)) else config)
+
+
+def _field_edits(live: Any, config: Mapping[str, Any]) -> Edits:
+    """Return the edits that add fields under their own names where a class writes them under other ones.
+
+    So does transformers 5 with `num_experts` of some models, of which transformers 4 then takes the default.
+    """
+    fields = getattr(type(live), "__dataclass_fields__", {})
+    names = getattr(type(live), "attribute_map", {})
+    added = {name: key for name, key in names.items() if name in fields and name not in config and key in config}
+    return {(name,): config[key] for name, key in added.items()}
 
 
 def _means_the_same(live: Any, more: str, less: str) -> bool:

@@ -1,5 +1,6 @@
 """transformers 4 in the place of 5: what it saves itself, and what it makes of folders that were exported with 5."""
 
+import json
 import os
 import subprocess
 import sys
@@ -14,8 +15,8 @@ from transformers.utils import logging
 
 TESTS = Path(__file__).parents[1]
 
-# In version 4 these are other modules, or read another config.
-OTHERS = {"qwen3-vl-moe", "dinov2"}
+# Made from a config, and not loaded from the hub, these are saved by 5 itself in names or shapes that 4 does not read.
+OTHERS = {"qwen3-vl-moe", "gemma3", "llava"}
 
 EXPORT = """
 import sys, torch, transformers
@@ -48,8 +49,7 @@ def test_these_are_the_versions():
 def test_what_was_exported_with_5_gives_the_same_logits_in_4(kind, exported):
     """The angles of RoPE too, which 5 writes into its configs under another name."""
     logging.disable_progress_bar()
-    config = transformers.AutoConfig.from_pretrained(exported / kind)
-    (name,) = config.architectures
+    (name,) = json.loads((exported / kind / "config.json").read_text())["architectures"]
     model, info = getattr(transformers, name).from_pretrained(exported / kind, output_loading_info=True)
     assert {key: value for key, value in info.items() if value} == {}
     expected = torch.load(exported / kind / "logits.pt")
