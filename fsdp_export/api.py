@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -13,18 +13,26 @@ from typing import Any
 import torch
 from torch import nn
 
+from .conversion.adapter import conversion_of, load_adapter
 from .conversion.aliases import declared_aliases
+from .conversion.cut import Conversion
+from .conversion.shapes import compare_with_config
+from .conversion.twin import meta_twin
 from .dtypes import DtypePolicy
-from .errors import UsageError, listing
+from .errors import ComparisonError, UsageError, listing
 from .exporter import Exporter
 from .fence import Fence, Operation
 from .layout import FileLayout
 from .sidecars.collect import Sidecars, from_folder
+from .sidecars.origins import CONFIG
+from .sinks.compare import CompareSink
 from .sinks.huggingface import Report, folder_layouts, folder_sink
 from .sources.base import Source
 from .sources.detect import open_source
+from .sources.hf_folder import HfFolderSource
 from .spec import TensorSpec
 from .table import dtype_name
+from .verification import Verification
 from .walk import CHUNK_BYTES, Delivered
 
 __all__ = ["OpenedCheckpoint", "export_checkpoint", "open_checkpoint", "save_checkpoint"]
@@ -38,6 +46,7 @@ def save_checkpoint(
     dtype: str | torch.dtype = "keep",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    adapter: Any = None,
     timeout: float = 600.0,
     **choices: Any,
 ) -> Report:
@@ -50,6 +59,7 @@ def save_checkpoint(
         dtype: What floating tensors are cast to, or `"keep"`.
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
+        adapter: Turns the module's names and tensors into those of the checkpoint; see `Exporter`.
         timeout: Seconds to wait for a rank that does not call.
         **choices: `format`, `max_shard_size`, `tokenizer`, `overwrite`, `fsync`; see `Exporter.save`.
 
@@ -60,7 +70,15 @@ def save_checkpoint(
         ExportError: Something failed on some rank; the same error is raised on all, and an earlier checkpoint in
             the folder is intact.
     """
-    exporter = Exporter(model, state_dict=state_dict, dtype=dtype, include=include, exclude=exclude, timeout=timeout)
+    exporter = Exporter(
+        model,
+        state_dict=state_dict,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        adapter=adapter,
+        timeout=timeout,
+    )
     return exporter.save(path, **choices)
 
 
@@ -73,7 +91,9 @@ def export_checkpoint(
     dtype: str | torch.dtype = "keep",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    adapter: Any = None,
     device: torch.device | str | None = None,
+    verify: bool = False,
     **choices: Any,
 ) -> Report:
     """Write a sharded checkpoint on disk as a checkpoint folder. Needs no process group, GPU or model.
@@ -86,19 +106,36 @@ def export_checkpoint(
         dtype: What floating tensors are cast to; `"keep"`, or `"auto"` for the base config's dtype where it narrows.
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
+        adapter: Turns the checkpoint's names and tensors into those of Hugging Face; see `Exporter`. A string is
+            imported; see `fsdp_export.conversion.adapter.load_adapter`.
         device: Where tensors are converted; default: the CPU.
+        verify: Whether to read back what was written and compare it with the source.
         **choices: `format`, `max_shard_size`, `overwrite`, `fsync`; see `Exporter.save`.
 
     Returns:
         What was written.
 
     Raises:
+        ComparisonError: What was written differs from the source; it is left in the folder.
         ExportError: The checkpoint cannot be read, or the folder not be written.
     """
     checkpoint = open_checkpoint(
-        source, base_model=base_model, prefix=prefix, dtype=dtype, include=include, exclude=exclude, device=device
+        source,
+        base_model=base_model,
+        prefix=prefix,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        adapter=adapter,
+        device=device,
+        format=choices.get("format", "auto"),
     )
     report = checkpoint.save(path, **choices)
+    if verify:
+        verification = checkpoint.verify(path)
+        if (error := verification.error()) is not None:
+            raise error
+        report = replace(report, verification=verification)
     return replace(report, notes=[*checkpoint.notes, *report.notes])
 
 
@@ -154,6 +191,33 @@ class OpenedCheckpoint:
         self.exporter.send(sink, delivered=delivered)
         return sink.report(self.exporter.plan, time.perf_counter() - started)
 
+    def verify(self, path: str | PathLike[str], *, delivered: Delivered = lambda _: None) -> Verification:
+        """Read a folder that was written, and compare every tensor with the source, as `save` converts it. Collective.
+
+        Nothing is held in memory but the rows that are compared. Before, the kernel is asked to forget what it keeps
+        of the files, so that the disk is read.
+
+        Args:
+            path: The folder.
+            delivered: Called with the bytes that this rank has just compared.
+
+        Returns:
+            What came of it, the same on every rank. A difference, or a folder that cannot be read, is no exception.
+
+        Raises:
+            ExportError: The source cannot be read on some rank; the same error is raised on all.
+        """
+        folder, started = Path(path), time.perf_counter()
+        sink = CompareSink(folder, lambda: _written(folder))
+        try:
+            self.exporter.send(sink, delivered=delivered)
+        except ComparisonError as error:
+            plan, seconds = self.exporter.plan, time.perf_counter() - started
+            return Verification(folder, len(plan.outputs), plan.num_bytes, seconds, failure=str(error))
+        with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
+            cards = operation.agree(sink.card())
+        return sink.verification(cards, time.perf_counter() - started)
+
     def _refuse_to_replace_inputs(self, folder: Path) -> None:
         """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
         here, fix = folder.resolve(), "Write into another folder"
@@ -174,7 +238,9 @@ def open_checkpoint(
     dtype: str | torch.dtype = "keep",
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    adapter: Any = None,
     device: torch.device | str | None = None,
+    format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
     ranks: tuple[int, ...] = (0,),
     rank: int = 0,
 ) -> OpenedCheckpoint:
@@ -187,7 +253,9 @@ def open_checkpoint(
         dtype: See there.
         include: See there.
         exclude: See there.
+        adapter: See there.
         device: See there.
+        format: What will be written. With `"safetensors"` the config need not fit the tensors.
         ranks: The global ranks that export together; `(0,)` without a process group.
         rank: This process's global rank.
 
@@ -205,12 +273,33 @@ def open_checkpoint(
             operation.agree()
         config = sidecars.config or {}
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        aliases, untied = _aliases(opened, config, operation)
-        exporter = Exporter(opened, dtype=policy, include=include, exclude=exclude, aliases=aliases, untied=untied)
+        twin = meta_twin(config) if config else None
+        conversion = _conversion(adapter, opened, sidecars)
+        origins = _origins(opened, conversion)
+        aliases, untied = _aliases(opened, origins, twin, operation)
+        exporter = Exporter(
+            opened,
+            dtype=policy,
+            include=include,
+            exclude=exclude,
+            adapter=conversion,
+            aliases=aliases,
+            untied=untied,
+        )
         heeds_config = bool(policy.only_narrow or aliases or untied)
         notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
+        if conversion is not None and conversion.unused:
+            notes.append(f"the adapter makes nothing of {len(conversion.unused):,}: {listing(conversion.unused)}")
+        if format != "safetensors":
+            sidecars = _fit_to_shapes(sidecars, exporter, origins, twin, notes)
     return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
+
+
+def _written(folder: Path) -> HfFolderSource:
+    """Open the files of an export, whatever else lies in the folder."""
+    names = ("model.safetensors.index.json", "model.safetensors")
+    return HfFolderSource(next((folder / name for name in names if (folder / name).is_file()), folder))
 
 
 def _provenance(source: Source) -> str:
@@ -262,24 +351,68 @@ def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
 
 
 def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    num_tensors, hits = len(exporter.source.specs) - len(exporter.plan.aliases), exporter.pattern_hits
+    names = exporter.source.specs if exporter.conversion is None else exporter.conversion.names
+    num_tensors, hits = len(names) - len(exporter.plan.aliases), exporter.pattern_hits
     options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
 
 
-def _aliases(source: Source, config: Mapping[str, Any], operation: Operation) -> tuple[dict[str, str], list[str]]:
+def _conversion(adapter: Any, source: Source, sidecars: Sidecars) -> Conversion | None:
+    """Plan what an adapter, or one that a string names, does to a checkpoint."""
+    if adapter is None:
+        return None
+    if isinstance(adapter, str):
+        places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
+        assets = next((place.parent for place in places if isinstance(place, Path)), None)
+        adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
+    return Conversion(conversion_of(adapter), source.specs)
+
+
+def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorSpec | None]:
+    """Map the names that can be exported to the tensors that they are; None for what is made of others."""
+    if conversion is not None:
+        return {name: conversion.origin(name) for name in conversion.names}
+    return {spec.name: spec for spec in source.specs}
+
+
+def _fit_to_shapes(
+    sidecars: Sidecars, exporter: Exporter, names: Iterable[str], twin: nn.Module | None, notes: list[str]
+) -> Sidecars:
+    """Return the sidecars with a config that fits the shapes; add what was noticed to the notes.
+
+    Raises:
+        SourceError: No config fits them.
+    """
+    comparison = compare_with_config(
+        exporter.plan.outputs,
+        list(names),
+        twin,
+        sidecars.config or {},
+        folder=exporter.source.folder,
+        config_file=sidecars.config_file,
+    )
+    if comparison.error is not None:
+        raise comparison.error
+    notes += comparison.notes
+    return replace(sidecars, edits=comparison.edits)
+
+
+def _aliases(
+    source: Source, origins: Mapping[str, TensorSpec | None], twin: nn.Module | None, operation: Operation
+) -> tuple[dict[str, str], list[str]]:
     """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
-    specs = {spec.name: spec for spec in source.specs}
-    declared = declared_aliases(config, specs) if config else {}
+    declared = declared_aliases(twin, origins)
     part, parts = source.ranks.index(source.rank), len(source.ranks)
-    equal = [_are_equal(source, specs[alias], specs[kept], part, parts) for alias, kept in declared.items()]
+    equal = [_are_equal(source, origins[alias], origins[kept], part, parts) for alias, kept in declared.items()]
     everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []
     differing = {alias for alias, *cards in zip(declared, *everyones, strict=True) if "0" in cards}
     return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
 
 
-def _are_equal(source: Source, one: TensorSpec, other: TensorSpec, part: int, parts: int) -> bool:
-    """Compare every so many-th chunk of two tensors, byte by byte."""
+def _are_equal(source: Source, one: TensorSpec | None, other: TensorSpec | None, part: int, parts: int) -> bool:
+    """Compare every so many-th chunk of two tensors, byte by byte. What is made of others counts as different."""
+    if one is None or other is None:
+        return False
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     rows = max(CHUNK_BYTES // max(one.row_bytes, 1), 1)

@@ -11,6 +11,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +20,7 @@ import click
 from click.core import ParameterSource
 
 from . import __version__
-from .errors import ExportError, RankError, UsageError
+from .errors import ComparisonError, ExportError, RankError, UsageError
 from .launch import joined_group, launched_ranks, speaks
 from .sizes import is_size
 
@@ -98,9 +100,13 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
 @click.option("--max-shard-size", type=_Size(), metavar="SIZE", help="Bytes per file, decimal.  [default: 5GB]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Export only these: whole segments, or a glob.")
 @click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these out.")
+@click.option(
+    "--adapter", metavar="MODULE:NAME", help="Converts names and tensors to Hugging Face's: torchtitan's, say."
+)
 @click.option("--device", metavar="DEVICE", help="Where tensors are converted.  [default: cpu]")
 @click.option("--overwrite", is_flag=True, help="Replace weights in DIR that fsdp-export did not write.")
 @click.option("--fsync/--no-fsync", default=True, help="Wait until the disk has the bytes.  [default: fsync]")
+@click.option("--verify", is_flag=True, help="Read back what was written, and compare every tensor with SOURCE.")
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--smoke-test", metavar="PROMPT", help="Load the result with transformers and continue this text.")
 @click.option("--demo", is_flag=True, help="Train a tiny model on two ranks, export it, and check the result.")
@@ -125,6 +131,8 @@ def main(**options: Any) -> None:
             result = _run_demo(options) if options["demo"] else _export(options, given)
         if options["as_json"] and result is not None:
             click.echo(json.dumps(result))
+        if result is not None and (error := result.get("verified", {}).get("error")) is not None:
+            raise ComparisonError(error)
 
 
 def _run_demo(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +156,11 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             options["source"] or Path.cwd(),
             ranks=group.ranks,
             rank=group.rank,
-            **{name: options[name] for name in ("base_model", "prefix", "dtype", "include", "exclude", "device")},
+            format=options["format_"],
+            **{
+                name: options[name]
+                for name in ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "device")
+            },
         )
         say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
         _check_effect(checkpoint, given, options)
@@ -158,8 +170,13 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
         choices = {"format": options["format_"], "max_shard_size": options["max_shard_size"] or "5GB"}
         if options["dry_run"]:
             return _show_plan(checkpoint, say, choices) if group.is_lead else None
-        num_bytes = checkpoint.exporter.plan.num_bytes
-        with Progress(num_bytes, len(group.ranks), quiet=options["quiet"] or not group.is_lead) as progress:
+        show = partial(
+            Progress,
+            checkpoint.exporter.plan.num_bytes,
+            len(group.ranks),
+            quiet=options["quiet"] or not group.is_lead,
+        )
+        with show() as progress:
             report = checkpoint.save(
                 options["out"],
                 overwrite=options["overwrite"],
@@ -167,6 +184,10 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
                 delivered=progress,
                 **choices,
             )
+        if options["verify"]:
+            with show(doing="verifying", then="waiting for the other ranks") as progress:
+                verification = checkpoint.verify(options["out"], delivered=progress)
+            report = replace(report, verification=verification)
     return _finish(checkpoint, report, say, options["smoke_test"]) if group.is_lead else None
 
 
@@ -177,7 +198,7 @@ def _finish(
         say(line)
     result = {**_json_of_source(checkpoint), **report.as_json()}
     result["notes"] = [*checkpoint.notes, *report.notes]
-    if prompt is not None:
+    if prompt is not None and (report.verification is None or report.verification.is_equal):
         from .smoke import continue_text
 
         result["smoke_test"] = continue_text(report.path, prompt)
@@ -255,7 +276,7 @@ def _check_combination(given: Mapping[str, str], options: Mapping[str, Any]) -> 
         works = {"out", "overwrite", "smoke_test", "demo", "as_json", "quiet"}
         _refuse(given, given.keys() - works, "--demo")
     if options["dry_run"]:
-        idle = {"device", "overwrite", "fsync", "smoke_test"} | (set() if options["as_json"] else {"quiet"})
+        idle = {"device", "overwrite", "fsync", "verify", "smoke_test"} | (set() if options["as_json"] else {"quiet"})
         _refuse(given, idle, "--dry-run")
     if options["format_"] == "safetensors":
         _refuse(given, {"max_shard_size", "smoke_test"}, "--format safetensors")

@@ -8,12 +8,15 @@ from contextlib import closing
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from .agreement import agree_on_plan, check_copies
+from .conversion.adapter import conversion_of
 from .conversion.aliases import find_aliases, unsaved_names
+from .conversion.cut import Conversion
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
@@ -24,6 +27,7 @@ from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
 from .sources.live import LiveSource, find_ranks, named_tensors
+from .spec import TensorSpec
 from .steps import copy_step
 from .walk import Delivered, gathered_pieces, run
 
@@ -46,6 +50,9 @@ class Exporter:
         dtype: What floating tensors are cast to: `"keep"`, a torch dtype or its name.
         include: Patterns of names to export; see `fsdp_export.names.select`.
         exclude: Patterns of names to leave out.
+        adapter: Turns the module's names and tensors into those of the checkpoint: an object with
+            `to_hf(state_dict)` or `convert_single_tensor_to_hf(name, tensor)`, such as torchtitan's. It must not look
+            at values, and make the same of a few tensors as of all. Patterns and dtypes are of what it makes.
         aliases: For a `Source`: names to leave out, and the name that stands for each.
         untied: For a `Source`: names that count as tied but are exported since their values differ.
         device: Where tensors are gathered; default: this rank's device of the mesh.
@@ -64,6 +71,7 @@ class Exporter:
         dtype: str | torch.dtype | DtypePolicy = "keep",
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        adapter: Any = None,
         aliases: Mapping[str, str] | None = None,
         untied: Sequence[str] = (),
         device: torch.device | str | None = None,
@@ -77,7 +85,7 @@ class Exporter:
         self._model, self._state_dict = model, state_dict
         self._dtype = DtypePolicy.parse(dtype)
         self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
-        self._given_aliases, self._untied = aliases, tuple(untied)
+        self._adapter, self._given_aliases, self._untied = adapter, aliases, tuple(untied)
         self._device = torch.device(device) if device is not None else None
         self._bucket_bytes = bucket_bytes
         ranks, rank = find_ranks(model) if isinstance(model, nn.Module) else (model.ranks, model.rank)
@@ -93,12 +101,23 @@ class Exporter:
     @cached_property
     def plan(self) -> Plan:
         """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered."""
-        unsaved = unsaved_names(self._model) if isinstance(self._model, nn.Module) else set()
-        left_out = unsaved | self._aliases.keys()
-        specs = {spec.name: spec for spec in self.source.specs if spec.name not in left_out}
-        names, self.pattern_hits = select(list(specs), self._include, self._exclude)
-        steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
+        given = self._given_aliases or {}
+        specs = {spec.name: spec for spec in self._specs}
+        available = self.conversion.names if self.conversion is not None else tuple(specs)
+        kept = [name for name in available if name not in given]
+        names, self.pattern_hits = select(kept, self._include, self._exclude)
+        if self.conversion is not None:
+            steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)
+        else:
+            steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
         return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied)
+
+    @cached_property
+    def conversion(self) -> Conversion | None:
+        """What the adapter does to the tensors; None without one. Local, and nothing is read."""
+        if self._adapter is None or isinstance(self._adapter, Conversion):
+            return self._adapter
+        return Conversion(conversion_of(self._adapter), self._specs)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in plan order, on the device.
@@ -199,6 +218,14 @@ class Exporter:
         """Bytes of a bucket."""
         default = _CPU_BUCKET_BYTES if self.source.device.type == "cpu" else _BUCKET_BYTES
         return self._bucket_bytes or default
+
+    @property
+    def _specs(self) -> list[TensorSpec]:
+        """The tensors of a checkpoint, in the module's names."""
+        if not isinstance(self._model, nn.Module):
+            return list(self.source.specs)
+        left_out = unsaved_names(self._model) | self._aliases.keys()
+        return [spec for spec in self.source.specs if spec.name not in left_out]
 
     @cached_property
     def _aliases(self) -> Mapping[str, str]:

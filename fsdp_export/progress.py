@@ -23,11 +23,22 @@ class Progress:
     Args:
         total_bytes: Bytes that all ranks together will deliver.
         num_ranks: How many ranks deliver about as much as this one, of which alone it hears.
+        doing: What is done with them.
+        then: What can still take long when all of this rank's are delivered.
         quiet: Whether to show nothing.
     """
 
-    def __init__(self, total_bytes: int, num_ranks: int = 1, *, quiet: bool = False) -> None:
+    def __init__(
+        self,
+        total_bytes: int,
+        num_ranks: int = 1,
+        *,
+        doing: str = "writing",
+        then: str = "waiting for the disk",
+        quiet: bool = False,
+    ) -> None:
         self._total, self._num_ranks = total_bytes, num_ranks
+        self._doing, self._then = doing, then
         self._done = 0
         self._quiet = quiet or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS", "").upper() in _TRUE
         self._bar = None
@@ -38,7 +49,9 @@ class Progress:
         if not self._quiet and sys.stderr is not None and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self._bar = tqdm(desc="writing", total=self._total, unit="B", unit_scale=True, file=sys.stderr, leave=False)
+            self._bar = tqdm(
+                desc=self._doing, total=self._total, unit="B", unit_scale=True, file=sys.stderr, leave=False
+            )
         return self
 
     def __call__(self, num_bytes: int) -> None:
@@ -48,11 +61,11 @@ class Progress:
             self._bar.update(self._done - before)
             if self._done == self._total:
                 # What follows can take as long: the disk takes the bytes, the slowest rank ends.
-                self._bar.set_description("waiting for the disk")
+                self._bar.set_description(self._then)
         elif not self._quiet and time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             done, total = human_bytes(self._done), human_bytes(self._total)
-            click.echo(f"{done} of {total} after {self._last_line - self._started:.0f} s", err=True)
+            click.echo(f"{self._doing}: {done} of {total} after {self._last_line - self._started:.0f} s", err=True)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

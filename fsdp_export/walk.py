@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -36,6 +36,8 @@ Delivered = Callable[[int], None]
 """Called with the bytes of outputs that were just delivered by this rank."""
 
 _MAX_THREADS = 4
+# What is read comes into new memory, which is used again, and stays in the processor's cache, if it is small.
+_READ_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +168,16 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
 
 def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Piece | StoredPiece], None]) -> None:
     """Deliver what this rank can from the rows it holds, with several threads where source and sink can take that."""
-    num_threads = _num_threads() if source.is_concurrent and sink.is_concurrent else 1
-    if num_threads == 1:
+    if not (source.is_concurrent and sink.is_concurrent):
         for step, rows in _held(plan, source.rank):
             _deliver_rows(step, rows, source, sink, deliver)
         return
     pending: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="fsdp-export-walk") as threads:
+    with _threads() as threads:
         try:
             for step, rows in _held(plan, source.rank):
                 pending.append(threads.submit(_deliver_rows, step, rows, source, sink, deliver))
-                if len(pending) > 2 * num_threads:
+                if len(pending) > 2 * _MAX_THREADS:
                     pending.popleft().result()
             while pending:
                 pending.popleft().result()
@@ -185,8 +186,15 @@ def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Pie
                 future.cancel()
 
 
-def _num_threads() -> int:
-    return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+@contextmanager
+def _threads() -> Iterator[ThreadPoolExecutor]:
+    """Start threads in each of which torch uses no more threads; torch takes that for the default of all to come."""
+    num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    try:
+        with ThreadPoolExecutor(num_threads, "fsdp-export-walk", torch.set_num_threads, (1,)) as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(torch.get_num_threads())
 
 
 def _held(plan: Plan, rank: int) -> Iterator[tuple[Step, Rows]]:
@@ -196,10 +204,16 @@ def _held(plan: Plan, rank: int) -> Iterator[tuple[Step, Rows]]:
     begin = ends[-1] * plan.ranks.index(rank) // len(plan.ranks) if ends else 0
     turn = next((index for index, end in enumerate(ends) if end > begin), 0)
     for window in windows[turn:] + windows[:turn]:
-        units = max(CHUNK_BYTES // max(sum(spec.row_bytes for spec in window.step.by_unit), 1), 1)
-        for block_first, block_stop in window.blocks:
-            for first in range(block_first, block_stop, units):
-                yield window.step, (first, min(first + units, block_stop))
+        for block in window.blocks:
+            for units in _chunks(window.step, block, CHUNK_BYTES):
+                yield window.step, units
+
+
+def _chunks(step: Step, units: Rows, max_bytes: int) -> Iterator[Rows]:
+    """Cut a range of units so that the rows that they need for themselves are no larger than that."""
+    count = max(max_bytes // max(sum(spec.row_bytes for spec in step.by_unit), 1), 1)
+    for first in range(*units, count):
+        yield first, min(first + count, units[1])
 
 
 def _deliver_rows(
@@ -211,9 +225,10 @@ def _deliver_rows(
         for stored_piece in stored:
             deliver(stored_piece)
         return
-    inputs = [source.rows(spec, *rows) for spec in step.inputs for rows in step.rows_of(spec, (units,))]
-    for piece in step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], units[0]):
-        deliver(piece)
+    for chunk in _chunks(step, units, _READ_BYTES if source.is_concurrent else CHUNK_BYTES):
+        inputs = [source.rows(spec, *rows) for spec in step.inputs for rows in step.rows_of(spec, (chunk,))]
+        for piece in step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], chunk[0]):
+            deliver(piece)
 
 
 def _stored_pieces(step: Step, units: Rows, source: Source) -> list[StoredPiece] | None:

@@ -123,6 +123,13 @@ def test_a_tied_head_that_differs_is_written_and_the_config_says_so(run, model, 
     assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
 
 
+def test_without_a_config_no_model_is_built(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdp_export.api.meta_twin", lambda _: pytest.fail("this imports transformers"))
+    flat = {EMBEDDING: model.state_dict()[EMBEDDING].flatten()}
+    export_checkpoint(save(tmp_path / "step-1", flat), tmp_path / "out")
+    assert_holds(tmp_path / "out", flat)
+
+
 def test_the_hits_of_patterns_are_told(run, tmp_path):
     report = export_checkpoint(run, tmp_path / "out", include=["layers", "model.norm.*"], exclude=["mlp"])
     assert report.notes[:2] == ["include layers: 24 of 26 tensors", "include model.norm.*: 1 of 26 tensors"]

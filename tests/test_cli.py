@@ -389,12 +389,14 @@ def test_the_base_model_is_not_replaced(run, base):
         ("--demo --dtype auto", "--dtype", "--demo"),
         ("--demo --dry-run", "--dry-run", "--demo"),
         ("--demo --no-fsync", "--no-fsync", "--demo"),
+        ("--demo --verify", "--verify", "--demo"),
         ("--demo --prefix=", "--prefix", "--demo"),
         ("--demo --model x", "--base-model", "--demo"),
         ("--dry-run --no-fsync", "--no-fsync", "--dry-run"),
         ("--dry-run --fsync", "--fsync", "--dry-run"),
         ("--dry-run --overwrite", "--overwrite", "--dry-run"),
         ("--dry-run --device cpu", "--device", "--dry-run"),
+        ("--dry-run --verify", "--verify", "--dry-run"),
         ("--dry-run --smoke-test x", "--smoke-test", "--dry-run"),
         ("--dry-run -q", "--quiet", "--dry-run"),
         ("--format safetensors --max-shard-size 1GB", "--max-shard-size", "--format safetensors"),
@@ -465,6 +467,32 @@ def test_a_base_model_that_is_nowhere(run, environ, tmp_path):
     assert message.startswith("the base model 'me/tiny' is no folder, not in the hub cache and not to be downloaded: ")
 
 
+def test_a_base_model_of_other_shapes_is_refused(run, base, tmp_path):
+    config = json.loads((base / "config.json").read_text()) | {"intermediate_size": 24}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    message = (
+        f"a shape that disagrees with the config for 'model.layers.0.mlp.gate_proj.weight' in {run}/step-500: expected "
+        f"(24, 16) as {tmp_path}/other/config.json has it, found (26, 16), and 5 more that disagree. "
+        "Give a --base-model whose config fits, or leave the tensor out with --exclude."
+    )
+    arguments = (run, "--base-model", tmp_path / "other")
+    for more in (("--out", "out"), ("--out", "out", "-q"), ("--dry-run",)):
+        assert refusal(*arguments, *more, code=1) == message
+    assert not Path("out").exists()
+
+
+def test_a_resized_vocabulary_is_told_before_anything_is_written(run, base, tmp_path):
+    config = json.loads((base / "config.json").read_text()) | {"vocab_size": 30}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps(config))
+    note = "vocab_size in config.json becomes 33, the number of rows of model.embed_tokens.weight; it was 30"
+    arguments = (run, "--base-model", tmp_path / "other")
+    assert note in call(*arguments, "--dry-run").stdout.splitlines()
+    assert note in call(*arguments, "--out", "out").stdout.splitlines()
+    assert json.loads(Path("out/config.json").read_text())["vocab_size"] == 33
+
+
 def test_a_run_without_a_config_becomes_one_file(run, model):
     result = call(run, "--out", "out")
     assert result.stdout.splitlines()[1] == (
@@ -480,7 +508,7 @@ def test_a_run_without_a_config_becomes_one_file(run, model):
 def test_progress_is_shown_on_stderr(run, environ):
     environ.setattr(progress, "_SECONDS_BETWEEN_LINES", -1.0)
     result = call(run, "--out", "out")
-    assert result.stderr.splitlines()[-1] == "20.9 kB of 20.9 kB after 0 s"
+    assert result.stderr.splitlines()[-1] == "writing: 20.9 kB of 20.9 kB after 0 s"
     assert call(run, "--out", "out", "-q").stderr == ""
     environ.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     assert call(run, "--out", "out").stderr == ""
@@ -604,15 +632,16 @@ def torchrun(*arguments):
 
 
 def test_under_torchrun_the_result_is_the_same_and_one_rank_speaks(run, base):
-    arguments = (run, "--base-model", base, "--max-shard-size", "4KB")
+    arguments = (run, "--base-model", base, "--max-shard-size", "4KB", "--verify")
     alone = call(*arguments, "--out", "alone")
     code, stdout, errors = torchrun(*arguments, "--out", "together")
     assert (code, errors) == (0, [])
     assert tree(Path("together")) == tree(Path("alone"))
-    *lines, last = stdout.splitlines()
-    *expected, expected_last = alone.stdout.splitlines()
-    assert lines == expected
-    assert last.partition(" in ")[0] == expected_last.partition(" in ")[0]
+    *lines, wrote, verified = stdout.splitlines()
+    *expected, expected_wrote, expected_verified = alone.stdout.splitlines()
+    assert (lines, verified) == (expected, expected_verified)
+    assert verified == "verified 26 tensors, 9.41 kB: all equal"
+    assert wrote.partition(" in ")[0] == expected_wrote.partition(" in ")[0]
 
 
 def test_under_torchrun_an_error_appears_once(run):

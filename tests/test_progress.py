@@ -77,7 +77,7 @@ def test_plain_lines_elsewhere(log):
     with redirect_stderr(log), Progress(4_000_000, 2) as show:
         show(500_000)
         show(1_500_000)
-    assert log.getvalue().splitlines() == ["1 MB of 4 MB after 0 s", "4 MB of 4 MB after 0 s"]
+    assert log.getvalue().splitlines() == ["writing: 1 MB of 4 MB after 0 s", "writing: 4 MB of 4 MB after 0 s"]
 
 
 def test_few_lines_for_many_pieces(log, monkeypatch):
@@ -102,7 +102,7 @@ def test_the_hubs_variable_may_say_no(value, environ, log):
     environ.setenv("HF_HUB_DISABLE_PROGRESS_BARS", value)
     with redirect_stderr(log), Progress(1000) as show:
         show(1000)
-    assert log.getvalue() == "1 kB of 1 kB after 0 s\n"
+    assert log.getvalue() == "writing: 1 kB of 1 kB after 0 s\n"
 
 
 def test_quiet_is_quiet(log):

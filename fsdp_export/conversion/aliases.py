@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..names import strip_wrappers
 
 __all__ = ["declared_aliases", "find_aliases", "unsaved_names"]
-
-_log = logging.getLogger("fsdp_export")
 
 
 def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str]:
@@ -46,22 +41,16 @@ def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str
     return aliases
 
 
-def declared_aliases(config: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Tell which names of a checkpoint its config declares to be tied.
-
-    The class that `architectures` names is built on the meta device, as transformers ties it: defaults of the config
-    class count, and no code from outside of transformers is run. A config that was built in code names no class; the
-    generating one of its model type stands in. Values are not looked at.
+def declared_aliases(twin: nn.Module | None, names: Iterable[str]) -> dict[str, str]:
+    """Tell which names of a checkpoint its config declares to be tied. Values are not looked at.
 
     Args:
-        config: A parsed `config.json`.
+        twin: The model of the config, as transformers ties it, if there is one.
         names: The names in the checkpoint.
 
     Returns:
-        Each name that is declared a copy, and the name it is a copy of, where the checkpoint has both. Empty for a
-        class that transformers does not have.
+        Each name that is declared a copy, and the name it is a copy of, where the checkpoint has both.
     """
-    twin = _meta_twin(config)
     if twin is None:
         return {}
     present = set(names)
@@ -108,37 +97,3 @@ def _kept(names: list[str], patterns: list[str]) -> str:
     if len(declared) == len(names):
         return declared[-1]
     return next(name for name in names if name not in declared)
-
-
-def _meta_twin(config: Mapping[str, Any]) -> nn.Module | None:
-    """Build the model of a config without memory for its weights; None where transformers cannot."""
-    try:
-        import transformers
-    except ImportError:
-        return None
-    architectures = config.get("architectures") or [_generating_class(config.get("model_type"))]
-    model_class = getattr(transformers, str(architectures[0]).removeprefix("FSDP"), None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        return None
-    try:
-        config_class: Any = model_class.config_class
-        live_config = config_class.from_dict(copy.deepcopy(dict(config)))
-        with torch.device("meta"):
-            twin: nn.Module = model_class(live_config)
-    except Exception as error:  # noqa: BLE001
-        # A config of any age and origin may fail anywhere in its class; the price is one copy too many in the files.
-        _log.warning("%s cannot be built from its config, so no weight counts as tied: %s", model_class.__name__, error)
-        return None
-    return twin
-
-
-def _generating_class(model_type: object) -> str | None:
-    """Name the class that transformers generates with for a model type: the one that has the head that is tied."""
-    from transformers.models.auto import modeling_auto
-
-    # The causal one last: of a model with an encoder it is the decoder alone.
-    for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
-        names: Mapping[object, object] = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
-        if model_type in names:
-            return str(names[model_type])
-    return None

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,16 @@ class Sidecars:
         missing: What was looked for and is not there, in words.
         warnings: What a user should know, in sentences without a full stop.
         config: The parsed `config.json` as it will be written; None without one.
+        config_file: The file that it was read from, if it was.
+        edits: What of the config the weights' shapes change; see `fit_config`.
     """
 
     files: list[Sidecar] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     config: dict[str, Any] | None = None
+    config_file: Path | None = None
+    edits: Edits = field(default_factory=dict)
 
     def add(self, files: Mapping[str, bytes | Path], origin: str) -> None:
         """Add files, except those whose names are taken."""
@@ -157,7 +161,9 @@ def fit_config(
     files, warnings = list(sidecars.files), list(sidecars.warnings)
     config = sidecars.config
     if config is not None:
-        edits = dtype_edits(config, dtype) if dtype is not None else {}
+        edits = dict(sidecars.edits)
+        if dtype is not None:
+            edits.update(dtype_edits(config, dtype))
         if untied:
             edits.update(untie_edits(config))
             warnings.append("weights that are tied in the config differ: all are written, and the flag is off")
@@ -170,7 +176,7 @@ def fit_config(
             text = edit_json(old.text(), edits)
             files[position] = Sidecar(CONFIG, f"{old.origin}, fitted to the weights: {_keys(edits)}", text.encode())
             config = json.loads(text)
-    return Sidecars(files, list(sidecars.missing), warnings, config)
+    return replace(sidecars, files=files, missing=list(sidecars.missing), warnings=warnings, config=config)
 
 
 def write(sidecars: Sidecars, folder: Path, *, fsync: bool = True) -> list[str]:
@@ -255,7 +261,7 @@ def _add_edited(sidecars: Sidecars, path: Path, edits: Edits) -> None:
         sidecars.add({path.name: new}, f"copied from {path.parent}, changed: {_keys(edits)}")
         sidecars.warnings.append(f"{path.name} differs from that of {path.parent} in {_keys(edits)}")
     if path.name == CONFIG:
-        sidecars.config = json.loads(new)
+        sidecars.config, sidecars.config_file = json.loads(new), path
 
 
 def _add_tokenizer(sidecars: Sidecars, tokenizer: object) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "edit_json",
     "rope_edits",
     "untie_edits",
+    "vocab_edits",
 ]
 
 KeyPath = tuple[str, ...]
@@ -104,6 +105,13 @@ def untie_edits(config: Mapping[str, Any]) -> Edits:
         paths.append(("text_config", "tie_word_embeddings"))
     paths += [path for path, value in _leaves(config) if path[-1] == "tie_word_embeddings" and value]
     return {path: False for path in paths if _at(config, path) is not False}
+
+
+def vocab_edits(config: Mapping[str, Any], old: int, new: int) -> Edits:
+    """Return the edits that change the size of the vocabulary, where it stands or, for a class's default, is added."""
+    paths = [path for path, value in _leaves(config) if path[-1] == "vocab_size" and value == old]
+    text_part = ("text_config",) if isinstance(config.get("text_config"), dict) else ()
+    return dict.fromkeys(paths or [(*text_part, "vocab_size")], new)
 
 
 def rope_edits(config: Mapping[str, Any]) -> Edits:

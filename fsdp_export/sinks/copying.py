@@ -11,7 +11,7 @@ from ..steps import Extent
 
 __all__ = ["copy_bytes"]
 
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 256 << 10
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 

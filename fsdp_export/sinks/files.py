@@ -34,6 +34,10 @@ _WAYS_OUT = {
     errno.EFBIG: "Raise the limit on file sizes (ulimit -f), or choose a smaller max_shard_size",
 }
 
+# For longer writes the kernel looks for longer runs of free memory, which a virtual machine may have given back: ten
+# times as slow.
+_WRITE_BYTES = 256 << 10
+
 _log = logging.getLogger("fsdp_export")
 
 
@@ -284,7 +288,7 @@ def _write_all(file: int, path: Path, data: memoryview, offset: int) -> None:
     begin = 0
     while begin < len(data):
         with _write_errors(path, len(data) - begin):
-            begin += os.pwrite(file, data[begin:], offset + begin)
+            begin += os.pwrite(file, data[begin : begin + _WRITE_BYTES], offset + begin)
 
 
 @contextmanager

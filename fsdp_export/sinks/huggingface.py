@@ -17,6 +17,7 @@ from ..plan import Plan
 from ..sidecars.collect import Sidecars, fit_config, write
 from ..sizes import is_size
 from ..table import human_bytes, summary
+from ..verification import Verification
 from .files import FileSink, single_file, write_text
 
 __all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
@@ -38,6 +39,7 @@ class Report:
         removed: Names of files of an earlier export that are gone; on the first rank.
         notes: What was decided or is missing, a line each; on the first rank.
         what: Tensors, bytes and dtypes in words.
+        verification: What came of reading it back; None if that was not asked for.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class Report:
     removed: Sequence[str] = ()
     notes: Sequence[str] = ()
     what: str = ""
+    verification: Verification | None = None
 
     def headline(self) -> str:
         """Return what was written, how big and how fast, in one line."""
@@ -57,9 +60,10 @@ class Report:
         return f"{self.what}, {files} in {self.path} after {self.seconds:.1f} s ({speed}/s)"
 
     def lines(self) -> list[str]:
-        """Return everything a person wants to know; the last line is the headline."""
+        """Return everything a person wants to know; last comes the headline, and what was verified."""
         removed = [f"removed {', '.join(self.removed)} of the earlier export"] if self.removed else []
-        return [*self.notes, *removed, f"wrote {self.headline()}"]
+        verified = self.verification.lines() if self.verification is not None else []
+        return [*self.notes, *removed, f"wrote {self.headline()}", *verified]
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -71,6 +75,7 @@ class Report:
             "seconds": round(self.seconds, 3),
             "removed": list(self.removed),
             "notes": list(self.notes),
+            **({"verified": self.verification.as_json()} if self.verification is not None else {}),
         }
 
 

@@ -71,6 +71,11 @@ class HfFolderSource(StoredSource):
         num_files = f"{count:,} file{'s' if count != 1 else ''}"
         self.description = self.describe(weights.found.kind, num_files, prefix=model.prefix)
 
+    def file_of(self, name: str) -> Path:
+        """Return the file that has a tensor; the folder where several have parts of it, or none has an element."""
+        files = {chunk.place.file for chunk in self._tensors[name].chunks}
+        return self._files.folder / files.pop() if len(files) == 1 else self._files.folder
+
     def close(self) -> None:
         """Close the files. They open again when they are read again."""
         self._files.close()

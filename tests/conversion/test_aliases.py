@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_export.conversion.aliases import declared_aliases, find_aliases
+from fsdp_export.conversion.twin import meta_twin
 
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -85,7 +86,7 @@ def test_aliases_are_what_save_pretrained_leaves_out(kind: str, tmp_path: Path) 
 
     assert named.keys() - aliases.keys() == saved
     assert all(named[alias] is named[kept] for alias, kept in aliases.items())
-    assert declared_aliases(config, named) == aliases
+    assert declared_aliases(meta_twin(config), named) == aliases
 
 
 def test_a_tie_that_no_config_declares_is_found_by_identity() -> None:
@@ -170,7 +171,7 @@ def test_wrappers_do_not_hide_what_a_class_declares() -> None:
 def test_declared_aliases_of_a_config(config: dict[str, object], expected: dict[str, str]) -> None:
     given = {"architectures": ["GemmaForCausalLM"], "model_type": "gemma", "head_dim": 8, **DECODER, **config}
     names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-    assert declared_aliases(given, names) == expected
+    assert declared_aliases(meta_twin(given), names) == expected
 
 
 @pytest.mark.parametrize("kind", ["qwen2-tied", "qwen2-untied", "gpt2", "t5", "bart"])
@@ -180,17 +181,17 @@ def test_a_config_that_was_built_in_code_declares_the_same(kind: str) -> None:
     named = model.state_dict(keep_vars=True)
     config = json.loads(model.config.to_json_string(use_diff=True))
     assert not config.get("architectures")
-    assert declared_aliases(config, named) == find_aliases(named, model)
+    assert declared_aliases(meta_twin(config), named) == find_aliases(named, model)
 
 
 def test_declared_aliases_are_those_of_which_both_names_exist() -> None:
     config = {"architectures": ["GemmaForCausalLM"], "head_dim": 8, **DECODER}
-    assert declared_aliases(config, ["model.embed_tokens.weight"]) == {}
-    assert declared_aliases(config, ["lm_head.weight"]) == {}
+    assert declared_aliases(meta_twin(config), ["model.embed_tokens.weight"]) == {}
+    assert declared_aliases(meta_twin(config), ["lm_head.weight"]) == {}
 
 
-def test_declared_aliases_leave_the_config_alone() -> None:
+def test_a_twin_leaves_the_config_alone() -> None:
     config = {"architectures": ["LlamaForCausalLM"], "rope_parameters": {"rope_type": "default"}, **DECODER}
     before = json.dumps(config)
-    declared_aliases(config, [])
+    meta_twin(config)
     assert json.dumps(config) == before

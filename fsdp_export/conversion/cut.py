@@ -1,0 +1,125 @@
+"""A conversion, cut into steps: the fewest tensors at a time, and rows instead of tensors where that is enough."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+
+import torch
+
+from ..errors import PlanError, listing
+from ..spec import TensorInfo, TensorSpec
+from ..steps import Part, Piece, Step, row_step
+from .trace import ConvertDict, Traced, checked, meta_tensors, trace
+
+__all__ = ["Conversion"]
+
+CastOf = Callable[[torch.dtype], "torch.dtype | None"]
+
+
+class Conversion:
+    """A conversion of a state dict, planned on meta tensors.
+
+    Args:
+        convert: Maps a state dict to a converted one, and parts of it to the same tensors as the whole of it.
+        specs: The tensors of the state dict.
+
+    Attributes:
+        names: The names of its outputs, in their order.
+        unused: The names of tensors of which it makes nothing.
+
+    Raises:
+        PlanError: It fails, depends on values, makes nothing, or a tensor of no input.
+    """
+
+    def __init__(self, convert: ConvertDict, specs: Sequence[TensorSpec]) -> None:
+        self._convert = convert
+        self._traced = {output.info.name: output for output in trace(convert, specs)}
+        self.names = tuple(self._traced)
+        used = {spec.name for output in self._traced.values() for spec in output.inputs}
+        self.unused = tuple(spec.name for spec in specs if spec.name not in used)
+        if not self._traced:
+            found = f"{len(specs):,} tensors: {listing(spec.name for spec in specs)}"
+            fix = "Use the conversion that was made for this model"
+            raise PlanError("the conversion knows none of the tensors", found=found, fix=fix)
+
+    def origin(self, name: str) -> TensorSpec | None:
+        """Return the input that an output is under another name; None where it is anything else."""
+        output = self._traced[name]
+        return output.inputs[0] if output.rows == (0, output.inputs[0].num_rows) else None
+
+    def steps(self, names: Collection[str], cast_of: CastOf) -> list[Step]:
+        """Cut the conversion into steps.
+
+        Outputs that are rows of one input (another name, the experts of a fused tensor) are cut along dim 0, and the
+        conversion is not called for them again. For all others it is called with just the inputs they are made of.
+
+        Args:
+            names: The outputs that are wanted.
+            cast_of: What a dtype is cast to; None to keep it.
+
+        Raises:
+            PlanError: The conversion makes something else of a part of the state dict than of all of it.
+        """
+        steps = []
+        for outputs in _connected(self._traced[name] for name in self.names if name in names):
+            inputs = tuple(dict.fromkeys(spec for output in outputs for spec in output.inputs))
+            infos = [_cast(output.info, cast_of) for output in outputs]
+            parts = [Part(info, output.rows) for info, output in zip(infos, outputs, strict=True) if output.rows]
+            if len(inputs) == 1 and len(parts) == len(outputs):
+                steps.append(row_step(inputs[0], tuple(parts)))
+            else:
+                steps.append(_whole_step(inputs, outputs, infos, self._convert))
+        return steps
+
+
+def _connected(traced: Iterable[Traced]) -> list[list[Traced]]:
+    """Put outputs together that share inputs, directly or through others."""
+    parents: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while (parent := parents.setdefault(name, name)) != name:
+            name = parents[name] = parents[parent]
+        return name
+
+    outputs = list(traced)
+    for output in outputs:
+        for spec in output.inputs:
+            parents[root(spec.name)] = root(output.inputs[0].name)
+    groups: dict[str, list[Traced]] = {}
+    for output in outputs:
+        groups.setdefault(root(output.inputs[0].name), []).append(output)
+    return list(groups.values())
+
+
+def _whole_step(
+    inputs: tuple[TensorSpec, ...], outputs: Sequence[Traced], infos: Sequence[TensorInfo], convert: ConvertDict
+) -> Step:
+    _check_alone(inputs, outputs, convert)
+    wanted = {info.name: info for info in infos}
+
+    def run(tensors: Sequence[torch.Tensor], _: int) -> Iterator[Piece]:
+        converted = convert({spec.name: tensor for spec, tensor in zip(inputs, tensors, strict=True)})
+        for name, info in wanted.items():
+            yield Piece(info, 0, converted[name].to(info.dtype))
+
+    return Step((), tuple(infos), 1, None, run, whole=inputs)
+
+
+def _check_alone(inputs: Sequence[TensorSpec], outputs: Sequence[Traced], convert: ConvertDict) -> None:
+    """Refuse a conversion that does not make the same of a few inputs alone."""
+    alone = checked(lambda: convert(meta_tensors(inputs)))
+    for output in outputs:
+        tensor = alone.get(output.info.name)
+        found = None if tensor is None else TensorInfo(output.info.name, tuple(tensor.shape), tensor.dtype)
+        if found != output.info:
+            raise PlanError(
+                "the conversion makes it of the whole state dict only",
+                name=output.info.name,
+                expected=f"{list(output.info.shape)} {output.info.dtype} of {listing(spec.name for spec in inputs)}",
+                found="none" if found is None else f"{list(found.shape)} {found.dtype}",
+                fix="Make every output of the tensors that it needs, whatever else is there",
+            )
+
+
+def _cast(info: TensorInfo, cast_of: CastOf) -> TensorInfo:
+    return TensorInfo(info.name, info.shape, cast_of(info.dtype) or info.dtype)
