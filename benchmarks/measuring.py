@@ -85,8 +85,9 @@ def summary(name: str, title: str, runs: Sequence[Run], reference: Sequence[Run]
     }
     if "device_bytes" in runs[0]:
         row["device_mib"] = max(run["device_bytes"] for run in runs) / 2**20
-    if "process_seconds" in runs[0]:
-        row["process_seconds"] = min(run["process_seconds"] for run in runs)
+    for key in ("cpu_seconds", "process_seconds"):
+        if key in runs[0]:
+            row[key] = min(run[key] for run in runs)
     return row
 
 

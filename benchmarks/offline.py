@@ -1,9 +1,10 @@
-"""Times ways of merging a sharded checkpoint, interleaved, against copying its bytes. Started by `bin/bench --offline`."""
+"""Times ways of merging a sharded checkpoint, interleaved, and copying its bytes. Started by `bin/bench --offline`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -24,11 +25,12 @@ _COLUMNS = [
     ("min s", "min_seconds", ".2f"),
     ("median s", "median_seconds", ".2f"),
     ("x cp", "ratio", ".2f"),
+    ("CPU s", "cpu_seconds", ".2f"),
     ("process s", "process_seconds", ".1f"),
     ("host MiB", "host_mib", ",.0f"),
     ("written GB", "written_gb", ".2f"),
 ]
-_MEMORY_COLUMNS = [_COLUMNS[0], *_COLUMNS[4:]]
+_MEMORY_COLUMNS = [_COLUMNS[0], *_COLUMNS[5:]]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Method:
 
     @property
     def is_shell(self) -> bool:
+        """Whether a shell runs it, and not our worker."""
         return "$0" in self.command
 
 
@@ -164,7 +167,7 @@ def _goal(wanted: str, found: float, is_met: bool) -> str:  # noqa: FBT001
 def measure(method: Method, folder: Path, *, is_warm: bool) -> dict[str, float] | None:
     """Run a method once, in processes of its own; return None if what it needs is not installed."""
     source, out = folder / method.folder, folder / "out"
-    written_before = written_bytes()
+    written_before, cpu_before = written_bytes(), _cpu_of_children()
     with tempfile.TemporaryDirectory(dir=folder) as signals, (Path(signals) / "log").open("wb") as log:
         if method.is_shell:
             prepare(folder, source, is_warm=is_warm)
@@ -186,14 +189,20 @@ def measure(method: Method, folder: Path, *, is_warm: bool) -> dict[str, float] 
             return None
         if status:
             sys.exit(f"{method.title} failed:\n{told}")
-        inner = [float(file.read_text()) for file in Path(signals).glob("seconds-*")]
+        work = [json.loads(file.read_text()) for file in Path(signals).glob("done-*")]
     out.rename(folder / "old")
     return {
-        "seconds": max(inner, default=process_seconds),
+        "seconds": max((times["seconds"] for times in work), default=process_seconds),
+        "cpu_seconds": sum(times["cpu_seconds"] for times in work) if work else _cpu_of_children() - cpu_before,
         "process_seconds": process_seconds,
         "host_bytes": host.value,
         "written_bytes": written_bytes() - written_before,
     }
+
+
+def _cpu_of_children() -> float:
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def command_of(method: Method, source: Path, out: Path, signals: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Saves one sharded model as DCP, verl and accelerate do. Started by `offline.py`, under torchrun on the ranks that save.
+"""Saves one sharded model as DCP, verl and accelerate do. Started by `offline.py` with torchrun.
 
 With `--sparse` nothing is filled in: the files have their full sizes, but what would be weights are holes in them.
 """
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from models import config_of, sharded, sharded_on_meta
 from rank_folders import rank_file, save_as_accelerate, save_as_verl
+from sharded_model import config_of, sharded, sharded_on_meta
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.device_mesh import init_device_mesh

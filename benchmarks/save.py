@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from measuring import Peak, machine, publish, summary, unbacked_bytes, written_bytes
 from methods import METHODS
-from models import config_of, sharded
+from sharded_model import config_of, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
