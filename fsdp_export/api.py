@@ -19,14 +19,15 @@ from .conversion.cut import Conversion
 from .conversion.shapes import compare_with_config
 from .conversion.twin import meta_twin
 from .dtypes import DtypePolicy
-from .errors import ComparisonError, UsageError, listing
+from .errors import ComparisonError, SourceError, UsageError, listing
 from .exporter import Exporter
 from .fence import Fence, Operation
 from .layout import FileLayout
+from .lora import describe_lora, name_as_lora
 from .sidecars.collect import Sidecars, from_folder
 from .sidecars.origins import CONFIG
 from .sinks.compare import CompareSink
-from .sinks.huggingface import Report, folder_layouts, folder_sink
+from .sinks.huggingface import ADAPTER_FILE, Report, folder_layouts, folder_sink
 from .sources.base import Source
 from .sources.detect import open_source
 from .sources.hf_folder import HfFolderSource
@@ -150,6 +151,8 @@ class OpenedCheckpoint:
         base_model: Where these were looked for first.
         heeds_config: Whether the config had a say in names or dtypes, which counts even where it is not written.
         notes: What was decided, a line each.
+        is_lora: Whether it is a LoRA adapter and no model.
+        lacks: Why there is no config for the adapter; None if there is one.
     """
 
     source: Source
@@ -158,10 +161,18 @@ class OpenedCheckpoint:
     base_model: str | None
     heeds_config: bool
     notes: list[str]
+    is_lora: bool = False
+    lacks: SourceError | None = None
 
     def files(self, *, format: str = "auto", max_shard_size: int | str = "5GB") -> list[FileLayout]:  # noqa: A002
         """Return the files that `save` would write."""
-        lay_out = folder_layouts(format, has_config=self.sidecars.config is not None, max_shard_size=max_shard_size)
+        lay_out = folder_layouts(
+            format,
+            has_config=self.sidecars.config is not None,
+            max_shard_size=max_shard_size,
+            is_lora=self.is_lora,
+        )
+        self._refuse_to_lack_config(format)
         return lay_out(self.exporter.plan)
 
     def save(
@@ -176,6 +187,7 @@ class OpenedCheckpoint:
     ) -> Report:
         """Write the checkpoint folder; the arguments are those of `Exporter.save`. Collective."""
         folder = Path(path)
+        self._refuse_to_lack_config(format)
         self._refuse_to_replace_inputs(folder)
         sink = folder_sink(
             folder,
@@ -186,6 +198,7 @@ class OpenedCheckpoint:
             overwrite=overwrite,
             fsync=fsync,
             provenance={"source": _provenance(self.source)},
+            is_lora=self.is_lora,
         )
         started = time.perf_counter()
         self.exporter.send(sink, delivered=delivered)
@@ -208,7 +221,7 @@ class OpenedCheckpoint:
             ExportError: The source cannot be read on some rank; the same error is raised on all.
         """
         folder, started = Path(path), time.perf_counter()
-        sink = CompareSink(folder, lambda: _written(folder))
+        sink = CompareSink(folder, lambda: _written(folder, is_lora=self.is_lora))
         try:
             self.exporter.send(sink, delivered=delivered)
         except ComparisonError as error:
@@ -217,6 +230,10 @@ class OpenedCheckpoint:
         with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
             cards = operation.agree(sink.card())
         return sink.verification(cards, time.perf_counter() - started)
+
+    def _refuse_to_lack_config(self, format: str) -> None:  # noqa: A002  as above
+        if self.lacks is not None and format != "safetensors":
+            raise self.lacks
 
     def _refuse_to_replace_inputs(self, folder: Path) -> None:
         """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
@@ -265,6 +282,7 @@ def open_checkpoint(
     base = os.fspath(base_model) if base_model is not None else None
     with Fence(ranks, rank).operation("open_checkpoint") as operation:
         opened = open_source(Path(source), prefix=prefix, ranks=ranks, rank=rank, device=_usable(device))
+        is_lora, notes = name_as_lora(opened) if adapter is None else (False, [])
         if rank != ranks[0]:
             operation.agree()
         sidecars = from_folder(opened.folder, base)
@@ -272,8 +290,10 @@ def open_checkpoint(
             # What had to be downloaded is there now, and the other ranks need not do it too.
             operation.agree()
         config = sidecars.config or {}
+        if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
+            dtype = "keep"
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        twin = meta_twin(config) if config else None
+        twin = meta_twin(config) if config and not is_lora else None
         conversion = _conversion(adapter, opened, sidecars)
         origins = _origins(opened, conversion)
         aliases, untied = _aliases(opened, origins, twin, operation)
@@ -287,18 +307,21 @@ def open_checkpoint(
             untied=untied,
         )
         heeds_config = bool(policy.only_narrow or aliases or untied)
-        notes = [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
+        notes += [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
         if conversion is not None and conversion.unused:
             notes.append(f"the adapter makes nothing of {len(conversion.unused):,}: {listing(conversion.unused)}")
-        if format != "safetensors":
+        lacks = None
+        if is_lora:
+            sidecars, lacks = describe_lora(opened, exporter.plan.outputs, sidecars, base)
+        elif format != "safetensors":
             sidecars = _fit_to_shapes(sidecars, exporter, origins, twin, notes)
-    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes)
+    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, lacks)
 
 
-def _written(folder: Path) -> HfFolderSource:
+def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
     """Open the files of an export, whatever else lies in the folder."""
-    names = ("model.safetensors.index.json", "model.safetensors")
+    names = (ADAPTER_FILE,) if is_lora else ("model.safetensors.index.json", "model.safetensors")
     return HfFolderSource(next((folder / name for name in names if (folder / name).is_file()), folder))
 
 

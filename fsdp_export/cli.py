@@ -164,7 +164,7 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
         )
         say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
         _check_effect(checkpoint, given, options)
-        writes_sidecars = options["format_"] == "hf" or (options["format_"] == "auto" and checkpoint.sidecars.config)
+        writes_sidecars = options["format_"] != "safetensors"
         for note in (*(_origins(checkpoint.sidecars) if writes_sidecars else ()), *checkpoint.notes):
             say(note)
         choices = {"format": options["format_"], "max_shard_size": options["max_shard_size"] or "5GB"}
@@ -291,7 +291,9 @@ def _check_effect(checkpoint: OpenedCheckpoint, given: Mapping[str, str], option
     """Refuse what has no effect on this checkpoint."""
     if options["format_"] == "safetensors" and not checkpoint.heeds_config:
         _refuse(given, {"base_model"}, "--format safetensors, where its config decides on no dtype and no tied weight")
-    if options["format_"] == "auto" and checkpoint.sidecars.config is None:
+    if checkpoint.is_lora:
+        _refuse(given, {"max_shard_size", "smoke_test"}, "a LoRA adapter, which is one file that its base model loads")
+    elif options["format_"] == "auto" and checkpoint.sidecars.config is None:
         _refuse(given, {"max_shard_size", "smoke_test"}, "one safetensors file, which it is without a config")
 
 

@@ -80,25 +80,33 @@ def shard(model: nn.Module, layout: str, world_size: int, **options: Any) -> nn.
         **options: For `fully_shard`.
     """
     if layout == "1d":
-        return _fully_shard(model, init_device_mesh("cpu", (world_size,)), **options)
+        return shard_on(model, init_device_mesh("cpu", (world_size,)), **options)
     if layout == "dim1":
 
         def placement(parameter: nn.Parameter) -> Shard | None:
             fits = parameter.dim() > 1 and parameter.shape[1] % world_size == 0
             return Shard(1) if fits else None
 
-        return _fully_shard(model, init_device_mesh("cpu", (world_size,)), shard_placement_fn=placement, **options)
+        return shard_on(model, init_device_mesh("cpu", (world_size,)), shard_placement_fn=placement, **options)
     if layout == "permuted":
-        return _fully_shard(model, DeviceMesh("cpu", list(reversed(range(world_size)))), **options)
+        return shard_on(model, DeviceMesh("cpu", list(reversed(range(world_size)))), **options)
     if layout == "3d":
         cube = init_device_mesh("cpu", (2, world_size // 4, 2), mesh_dim_names=("replicate", "shard", "tp"))
         _tensor_parallel(model, cube["tp"])
-        return _fully_shard(model, cube["replicate", "shard"], **options)
+        return shard_on(model, cube["replicate", "shard"], **options)
     mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
     if layout == "hsdp":
-        return _fully_shard(model, mesh, **options)
+        return shard_on(model, mesh, **options)
     _tensor_parallel(model, mesh["tp"])
-    return _fully_shard(model, mesh["dp"], **options)
+    return shard_on(model, mesh["dp"], **options)
+
+
+def shard_on(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """Shard a model in place on all axes of a mesh, of which there may be two."""
+    for child in _blocks(model):
+        fully_shard(child, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
 
 
 def compiled(module: nn.Module) -> Any:
@@ -119,13 +127,6 @@ def put_local(parameter: Any, value: torch.Tensor) -> None:
 
 def offloaded() -> CPUOffloadPolicy:
     return CPUOffloadPolicy(pin_memory=False)
-
-
-def _fully_shard(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
-    for child in _blocks(model):
-        fully_shard(child, mesh=mesh, **options)
-    fully_shard(model, mesh=mesh, **options)
-    return model
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

@@ -48,7 +48,14 @@ def save_as_verl(folder: Path, model: nn.Module) -> None:
         (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world_size}))
 
 
-def save_as_accelerate(folder: Path, model: nn.Module, kind: StateDictType, **options: Any) -> None:
+def save_as_accelerate(
+    folder: Path,
+    model: nn.Module,
+    kind: StateDictType,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    **options: Any,
+) -> None:
     """Save with accelerate, which for its own part does not train on CPUs."""
     import accelerate
 
@@ -65,6 +72,8 @@ def save_as_accelerate(folder: Path, model: nn.Module, kind: StateDictType, **op
         warnings.simplefilter("ignore")
         accelerate.PartialState(cpu=True)
         accelerate.utils.save_fsdp_model(plugin, accelerator, model, folder, **options)
+        if optimizer is not None:
+            accelerate.utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, **options)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # noqa: F401  what `fully_shard` imports at its first use, here once for all ranks
 import torch.distributed as dist
 
-__all__ = ["RankFailedError", "StoreKind", "run_ranks"]
+__all__ = ["RankFailedError", "StoreKind", "free_port", "run_ranks"]
 
 StoreKind = Literal["tcp", "file"]
 
@@ -131,6 +131,13 @@ def run_ranks(
                 process.join()
                 receiver.close()
         return results
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def _be_rank(

@@ -1,11 +1,14 @@
 """A source and a sink put together: what lands in the folder, and who wrote it."""
 
 import json
+import shutil
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 from dcp_folders import save
+from hub_folders import write_hub_folder
 from models import hf_model, shard, tiny
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -15,6 +18,7 @@ from fsdp_export import export_checkpoint, save_checkpoint
 from fsdp_export.api import open_checkpoint
 from fsdp_export.errors import NotFoundError, SourceError, UsageError
 
+TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -62,6 +66,27 @@ def test_a_checkpoint_becomes_the_folder_of_save_pretrained(run, model, tmp_path
     assert (report.num_tensors, report.num_bytes) == (26, sum(t.nbytes for t in untied(model).values()))
     assert report.files == {name: len(data) for name, data in ours.items() if name != "fsdp_export.json"}
     assert report.notes[0] == f"{HEAD} is tied to {EMBEDDING} and left out"
+
+
+@pytest.mark.parametrize("kinds", list(product([True, False], repeat=3)), ids=str)
+def test_what_is_there_is_copied_and_what_is_not_is_told(kinds, tmp_path):
+    hub = write_hub_folder(tmp_path / "hub")
+    save(tmp_path / "run/step-5", {"model": load_file(hub / "model.safetensors")})
+    files = {"config": ["config.json"], "generation_config": ["generation_config.json"], "tokenizer": TOKENIZER}
+    there = [kind for kind, is_there in zip(files, kinds, strict=True) if is_there]
+    for name in (name for kind in there for name in files[kind]):
+        shutil.copy(hub / name, tmp_path / "run")
+    report = export_checkpoint(tmp_path / "run", tmp_path / "out")
+    copied = {name for kind in there for name in files[kind]}
+    assert report.files.keys() == {"model.safetensors", *copied}
+    assert {name: (tmp_path / "out" / name).read_bytes() for name in copied} == {
+        name: (tmp_path / "run" / name).read_bytes() for name in copied
+    }
+    missing = [note for note in report.notes if note.startswith("not written: ")]
+    assert [note.split(": ")[1].removesuffix(".json") for note in missing] == [
+        kind for kind in files if kind not in there
+    ]
+    assert sum("--base-model" in note for note in report.notes) == ("config" not in there)
 
 
 def test_a_folder_is_a_string_or_a_path(run, base, tmp_path):

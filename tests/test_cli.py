@@ -496,8 +496,10 @@ def test_a_resized_vocabulary_is_told_before_anything_is_written(run, base, tmp_
 def test_a_run_without_a_config_becomes_one_file(run, model):
     result = call(run, "--out", "out")
     assert result.stdout.splitlines()[1] == (
-        "no config was found: one safetensors file is written, without config or tokenizer"
+        f"not written: config.json: not in {run / 'step-500'}; give --base-model for a Hugging Face folder in place of "
+        "one safetensors file"
     )
+    assert result.stdout.count("--base-model") == 1
     assert_holds(Path("out"), dict(model.state_dict()))
     assert tree(Path("out")).keys() == {"fsdp_export.json", "model.safetensors"}
     assert refusal(run, "--out", "out", "--format", "hf") == (

@@ -1,12 +1,11 @@
 """Which processes a launcher started, and whether they find each other."""
 
 import os
-import socket
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 
 from fsdp_export import launch
 from fsdp_export.errors import RankError, UsageError
@@ -149,11 +148,6 @@ def test_a_process_alone_joins_nothing(environ):
         assert group.is_first_to("do this")
         assert group.is_first_to("do this")
         assert not dist.is_initialized()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def test_processes_join_and_one_of_them_speaks(environ):

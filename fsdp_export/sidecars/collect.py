@@ -34,7 +34,7 @@ from .origins import (
 )
 from .tokenizers import files_of
 
-__all__ = ["Sidecar", "Sidecars", "fit_config", "from_folder", "from_model", "has_config", "write"]
+__all__ = ["Sidecar", "Sidecars", "fit_config", "from_folder", "from_model", "has_config", "read_config", "write"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,8 @@ def from_folder(
     """Decide on the sidecars of a checkpoint on disk.
 
     Each kind (config, generation config, tokenizer, processor) is taken whole from the first place that has it: the
-    base model, since it was named; the folder; a folder above it, or a `huggingface/` folder in one of these.
+    base model, since it was named; the folder; a folder above it, or one of the folders in these in which trainers
+    keep such files.
 
     Args:
         folder: The checkpoint.
@@ -134,16 +135,18 @@ def from_folder(
         base, warning = locate_base(base_model)
         places.insert(0, base)
         sidecars.warnings += [warning] if warning else []
+    searched = " or ".join(filter(None, [str(folder or ""), str(base_model or "")])) or "no folder"
     _add_found_config(sidecars, places)
-    _add_first(sidecars, places, lambda place: find(place, GENERATION_CONFIG))
+    if sidecars.config is None:
+        way_out = "; give --base-model for a Hugging Face folder in place of one safetensors file"
+        sidecars.missing.append(f"{CONFIG}: not in {searched}{way_out if base_model is None else ''}")
+    if not _add_first(sidecars, places, lambda place: find(place, GENERATION_CONFIG)):
+        sidecars.missing.append(f"{GENERATION_CONFIG}: not in {searched}")
     if tokenizer is not None:
         _add_tokenizer(sidecars, tokenizer)
     elif not _add_first(sidecars, places, tokenizer_files):
         sidecars.missing.append("tokenizer: none was found")
     _add_first(sidecars, places, processor_files)
-    names = {sidecar.name for sidecar in sidecars.files}
-    searched = " or ".join(filter(None, [str(folder or ""), str(base_model or "")])) or "no folder"
-    sidecars.missing += [f"{name}: not in {searched}" for name in (CONFIG, GENERATION_CONFIG) if name not in names]
     return sidecars
 
 
@@ -201,6 +204,22 @@ def write(sidecars: Sidecars, folder: Path, *, fsync: bool = True) -> list[str]:
         else:
             written.append(sidecar.name)
     return written
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read a config file.
+
+    Raises:
+        SourceError: It is not readable, or no JSON object.
+    """
+    try:
+        config = json.loads(path.read_bytes().decode())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SourceError("a config that cannot be read", file=path, expected="JSON", found=reason) from error
+    if not isinstance(config, dict):
+        raise SourceError("a config that cannot be read", file=path, expected="an object", found=type(config).__name__)
+    return config
 
 
 def _add_live_configs(sidecars: Sidecars, model: nn.Module, config: Any) -> None:
@@ -280,7 +299,7 @@ def _add_tokenizer(sidecars: Sidecars, tokenizer: object) -> None:
 def _add_found_config(sidecars: Sidecars, places: Sequence[Path]) -> None:
     """Add the nearest file that is a model's config; a trainer's own file of that name has no model type."""
     for place in places:
-        config = _read_config(place / CONFIG) if os.path.lexists(place / CONFIG) else {}
+        config = read_config(place / CONFIG) if os.path.lexists(place / CONFIG) else {}
         if {"model_type", "architectures"} & config.keys():
             _add_edited(sidecars, place / CONFIG, class_edits(config, None))
             sidecars.add(code_files(place, config), f"copied from {place}")
@@ -294,17 +313,6 @@ def _add_first(sidecars: Sidecars, places: Sequence[Path], find_files: Callable[
             sidecars.add(files, f"copied from {place}")
             return True
     return False
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_bytes().decode())
-    except (OSError, ValueError, RecursionError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SourceError("a config that cannot be read", file=path, expected="JSON", found=reason) from error
-    if not isinstance(config, dict):
-        raise SourceError("a config that cannot be read", file=path, expected="an object", found=type(config).__name__)
-    return config
 
 
 def _first_dtype(model: nn.Module) -> torch.dtype | None:

@@ -18,6 +18,7 @@ __all__ = [
     "TOKENIZER_CONFIG",
     "code_files",
     "find",
+    "levels",
     "locate_base",
     "locate_local",
     "processor_files",
@@ -47,13 +48,19 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_prepro
 _NEVER = re.compile(r".*\.(safetensors|bin|pt|pth|h5|gguf|msgpack|index\.json)")
 
 _NUM_PARENTS = 3
+# Where trainers put config and tokenizer beside the weights: verl; NeMo Automodel, twice; NeMo RL its tokenizer.
+_INNER_FOLDERS = ("huggingface", ".hf_metadata", "consolidated", "tokenizer")
+
+
+def levels(folder: Path) -> list[Path]:
+    """Return a checkpoint's folder and those above it that may belong to its run."""
+    folder = folder.resolve()
+    return [folder, *folder.parents[:_NUM_PARENTS]]
 
 
 def search_folders(folder: Path) -> list[Path]:
-    """Return where a checkpoint's sidecars may be, nearest first: in it or above it, or in `huggingface/` there."""
-    folder = folder.resolve()
-    levels = [folder, *folder.parents[:_NUM_PARENTS]]
-    return [place for level in levels for place in (level, level / "huggingface")]
+    """Return where a checkpoint's sidecars may be, nearest first: in it or above it, or in certain folders there."""
+    return [place for level in levels(folder) for place in (level, *(level / name for name in _INNER_FOLDERS))]
 
 
 def find(folder: Path, *patterns: str) -> dict[str, Path]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..layout import FileLayout, split_into_files
+from ..layout import FileLayout, lay_out, split_into_files
 from ..plan import Plan
 from ..sidecars.collect import Sidecars, fit_config, write
 from ..sizes import is_size
@@ -20,7 +20,10 @@ from ..table import human_bytes, summary
 from ..verification import Verification
 from .files import FileSink, single_file, write_text
 
-__all__ = ["HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
+__all__ = ["ADAPTER_FILE", "HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""What PEFT calls the weights of an adapter."""
 
 _log = logging.getLogger("fsdp_export")
 _INDEX = "model.safetensors.index.json"
@@ -84,8 +87,9 @@ def folder_layouts(
     *,
     has_config: bool,
     max_shard_size: int | str,
+    is_lora: bool = False,
 ) -> Callable[[Plan], list[FileLayout]]:
-    """Return how a plan is laid out in files.
+    """Return how a plan is laid out in files; that of an adapter always in one, as PEFT reads it.
 
     Raises:
         UsageError: The format is none, or the size cannot be read.
@@ -95,6 +99,8 @@ def folder_layouts(
     if not is_size(str(max_shard_size)) or isinstance(max_shard_size, (bool, float)):
         fix = "Give bytes, or a number with KB, MB, GB or TB (decimal)"
         raise UsageError("a shard size that cannot be read", found=repr(max_shard_size), fix=fix)
+    if is_lora:
+        return _lora_file
     if format == "safetensors" or (format == "auto" and not has_config):
         return single_file
     return partial(_split, max_shard_size=max_shard_size)
@@ -110,26 +116,37 @@ def folder_sink(
     overwrite: bool,
     fsync: bool,
     provenance: Mapping[str, object] | None = None,
+    is_lora: bool = False,
 ) -> HuggingFaceSink:
-    """Return the sink of a format; `"auto"` is `"hf"` where there is a config.
+    """Return the sink of a format.
+
+    `"auto"` is `"hf"` where there is a config; where there is none, what else was found stands beside the one file.
+
+    Args:
+        folder: The folder to write.
+        format: `"auto"`, `"hf"` or `"safetensors"`.
+        has_config: Whether there is a config.
+        sidecars: Returns what lies beside the weights in a Hugging Face folder.
+        max_shard_size: Bytes per file of it.
+        overwrite: Whether weights that no export recorded are replaced.
+        fsync: Whether to wait until the disk has the bytes.
+        provenance: What the record of the export says of the source.
+        is_lora: Whether the tensors are an adapter.
 
     Raises:
         UsageError: As `folder_layouts`; or the format is `"hf"` and there is no config.
     """
-    lay_out = folder_layouts(format, has_config=has_config, max_shard_size=max_shard_size)
-    notes = []
-    if not has_config and format == "hf":
+    lay_out_files = folder_layouts(format, has_config=has_config, max_shard_size=max_shard_size, is_lora=is_lora)
+    if not (has_config or is_lora) and format == "hf":
         raise UsageError("no config for a Hugging Face folder", fix="Give --base-model, or --format safetensors")
-    if not has_config and format == "auto":
-        notes.append("no config was found: one safetensors file is written, without config or tokenizer")
     return HuggingFaceSink(
         folder,
-        lay_out_files=lay_out,
-        sidecars=sidecars if lay_out is not single_file else None,
+        lay_out_files=lay_out_files,
+        sidecars=sidecars if format != "safetensors" else None,
         overwrite=overwrite,
         fsync=fsync,
         provenance=provenance,
-        notes=notes,
+        kind="LoRA adapter" if is_lora else "",
     )
 
 
@@ -139,7 +156,7 @@ class HuggingFaceSink(FileSink):
     Args:
         folder: As for `FileSink`, and so are `lay_out_files`, `overwrite`, `fsync` and `provenance`.
         sidecars: Finds config, tokenizer and so on; called on the first rank. None to write weights alone.
-        notes: Lines for the report.
+        kind: What is written, for the report, if it is no model.
     """
 
     def __init__(
@@ -151,11 +168,11 @@ class HuggingFaceSink(FileSink):
         overwrite: bool,
         fsync: bool,
         provenance: Mapping[str, object] | None,
-        notes: Sequence[str] = (),
+        kind: str = "",
     ) -> None:
         super().__init__(folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync)
         self._find_sidecars = sidecars
-        self._notes = list(notes)
+        self._kind = kind
         self._sidecars = Sidecars()
 
     def begin(self, plan: Plan) -> str:
@@ -184,9 +201,13 @@ class HuggingFaceSink(FileSink):
             num_bytes=plan.num_bytes,
             seconds=seconds,
             removed=self.removed,
-            notes=[*self._notes, *self._sidecars.warnings, *missing],
-            what=summary(plan.outputs),
+            notes=[*self._sidecars.warnings, *missing],
+            what=", ".join(filter(None, (self._kind, summary(plan.outputs)))),
         )
+
+
+def _lora_file(plan: Plan) -> list[FileLayout]:
+    return [lay_out(ADAPTER_FILE, plan.outputs)]
 
 
 def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:

@@ -21,6 +21,8 @@ __all__ = ["Entries", "ModelState", "find_model", "name_keys"]
 # What people call the entry of a state dict that is the model, and where wrappers of the whole state dict put it.
 _MODEL_KEYS = frozenset({"model", "model_state", "model_state_dict", "module", "net", "network", "state_dict"})
 _COMPOSER = "state.model."
+# Below `model.` only in a state dict that wraps the model, which transformers or PEFT named.
+_SURELY_WRAPPED = ("model.model.", "model.lm_head.", "model.base_model.model.")
 _UNMISTAKABLE_PREFIXES = ("app.model.", _COMPOSER, "model_state_dict.", "model_state.", "state_dict.")
 _OPTIMIZER = re.compile(r"optim(izer)?s?(_\w+)?|opt_states?")
 _OTHER_STATE = re.compile(r"(lr_)?schedulers?|train_state|data_?loaders?|rng(_\w+)?|(grad_)?scaler")
@@ -172,7 +174,7 @@ def _choose_by_name(wrapper_of: Mapping[str, str]) -> list[str]:
         return unmistakable
     if "" in wrappers:
         return [""]
-    if wrappers == {"model."} and not any(key.startswith(("model.model.", "model.lm_head.")) for key in wrapper_of):
+    if wrappers == {"model."} and not any(key.startswith(_SURELY_WRAPPED) for key in wrapper_of):
         return ["model.", ""]  # a wrapper, or a Hugging Face model without a head of its own
     return list(wrappers)
 

@@ -15,10 +15,10 @@ import torch
 from ..errors import NotFoundError, SourceError, UnsafeInputError, UsageError, listing
 from ..publish import MARKER
 from . import dcp, hf_files, rank_files, torch_file
-from .base import Source
 from .dcp import DcpSource
 from .hf_folder import HfFolderSource
 from .rank_files import RankFilesSource
+from .stored import StoredSource
 from .survey import MAX_DEPTH, Survey, entries, is_folder
 from .torch_file import TorchFileSource
 
@@ -40,7 +40,7 @@ class _Layout:
     """
 
     recognizes: Callable[[Collection[str]], bool]
-    source: Callable[..., Source]
+    source: Callable[..., StoredSource]
 
 
 _DCP = _Layout(dcp.recognizes, DcpSource)
@@ -68,14 +68,14 @@ def open_source(
     ranks: tuple[int, ...] = (0,),
     rank: int = 0,
     device: torch.device | None = None,
-) -> Source:
+) -> StoredSource:
     """Find a checkpoint and open it.
 
     A folder that is a checkpoint itself is taken as it is, whatever lies below it. Else the newest complete sharded
-    checkpoint at most four levels below is: what a trainer wrote into `latest_checkpointed_iteration.txt` or `LATEST`
-    beside its steps counts first, then the epoch and step in the names of folders, and where names have none, the
-    time. A newer step that is incomplete is skipped with a warning. Optimizers, which some trainers save beside the
-    model, do not count.
+    checkpoint at most four levels below is: what a trainer wrote down as its latest step, in a file or link beside its
+    steps, counts first, then the epoch and step in the names of folders, and where names have none, the time. A newer
+    step that is incomplete is skipped with a warning. Optimizers, which some trainers save beside the model, do not
+    count.
 
     Neither do whole tensors in safetensors that are found on the way: they are base models, or were exported before.
     They have to be named; a folder that `fsdp-export` wrote, if it is named, still comes after sharded checkpoints
@@ -114,7 +114,7 @@ def open_source(
     raise _nothing_found(survey)
 
 
-def _open(folder: Path, layout: _Layout, **options: Any) -> Source:
+def _open(folder: Path, layout: _Layout, **options: Any) -> StoredSource:
     return layout.source(folder, **options)
 
 
@@ -131,7 +131,7 @@ def _counts(names: Collection[str]) -> bool:
     return any(layout.recognizes(names) for layout in _SHARDED) or any(map(_FULL_OF_ACCELERATE.fullmatch, names))
 
 
-def _newest(survey: Survey, open_as: Callable[[Path, _Layout], Source]) -> Source | None:
+def _newest(survey: Survey, open_as: Callable[[Path, _Layout], StoredSource]) -> StoredSource | None:
     """Open the newest complete checkpoint.
 
     Returns:
@@ -143,7 +143,7 @@ def _newest(survey: Survey, open_as: Callable[[Path, _Layout], Source]) -> Sourc
     """
     errors: list[SourceError] = []
     for folders in survey.newest_first():
-        complete: dict[Path, Source] = {}
+        complete: dict[Path, StoredSource] = {}
         for folder in folders:
             layout = _layout_of(_file_names(folder))
             try:

@@ -299,6 +299,8 @@ _SHARDED_TENSOR = Refusal(
 )
 _META = Refusal("a tensor on the meta device, which has no values,", "Save it once its values are there")
 _NEW, _OLD = "torch.distributed.tensor", "torch.distributed._tensor"
+# Plain values beside the tensors, which `torch.load(weights_only=True)` makes too. Pickles write Python 2's name.
+_PLAIN = ("bytearray", "complex", "set")
 
 STATE_NAMES: Names = {
     **TENSOR_NAMES,
@@ -323,5 +325,8 @@ STATE_NAMES: Names = {
     f"{_OLD}.placement_types.TensorMeta": Call(_TensorMeta),
     **{f"{module}.placement_types.{kind}": Kind(kind) for module in (_NEW, _OLD) for kind in _PLACEMENTS},
     "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _SHARDED_TENSOR,
+    **{f"{module}.{name}": Call(_ignore) for module in ("builtins", "__builtin__") for name in _PLAIN},
+    "_codecs.encode": Call(_ignore),
+    "collections.Counter": Call(_ignore),
 }
 """What the global names in the pickle of a state dict mean."""

@@ -78,8 +78,6 @@ def find_weights(path: Path) -> WeightFiles:
         SourceError: Some are missing, are of several saves, or are not what the index says.
     """
     if path.name.endswith(_SUFFIX) and path.is_file():
-        if _ADAPTER.fullmatch(path.name):
-            raise SourceError("an adapter of PEFT, not a model,", file=path, fix="Merge it into its base model first")
         return WeightFiles("safetensors file", (path.name,))
     folder = path.parent if path.name.endswith(_INDEX_SUFFIX) else path
     names = _file_names(folder)

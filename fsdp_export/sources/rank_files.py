@@ -18,7 +18,7 @@ from ..table import rank_ranges, summary
 from .archive import DataFiles
 from .dcp_model import find_model
 from .rank_tensors import RankTensors
-from .state_file import StateFile, locator, refuse_adapter
+from .state_file import StateFile, locator
 from .stored import StoredSource
 
 __all__ = ["RankFilesSource", "recognizes"]
@@ -82,7 +82,6 @@ class RankFilesSource(StoredSource):
         tensors = RankTensors(self._files)
         for saver, file in sorted(chosen.files.items()):
             tensors.add(StateFile(self._files, file), saver)
-        refuse_adapter(tensors.tensors, folder, f"{chosen.maker} checkpoint")
         model = find_model(tensors, prefix)
         num_missing = _check_complete(folder, chosen, tensors, list(model.keys.values()))
         stored = {name: tensors.stored(key) for name, key in model.keys.items()}

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 
-from ..errors import SourceError, listing
+from ..errors import SourceError
 from ..spec import Box
 from .archive import DataFiles, Place
 from .dtensor_pickle import STATE_NAMES, DTensor
@@ -16,10 +15,9 @@ from .tensor_pickle import TensorView, find_storage
 from .torch_archive import Archive, StoredView, locate_view
 from .unpickle import unpickle
 
-__all__ = ["StateFile", "locator", "refuse_adapter"]
+__all__ = ["StateFile", "locator"]
 
 _MAX_DEPTH = 8
-_ADAPTER = re.compile(r".*(lora_|\.adapter_).*")
 _MAX_LOCATED = 16_384
 _Entry = tuple[tuple[str, ...], object]
 
@@ -98,23 +96,6 @@ class StateFile:
             else:
                 levels.append(iter([((*path, str(key)), inner) for key, inner in value.items()]))
         raise SourceError("dicts nested too deep", file=self.file, fix="Save the module's state_dict()")
-
-
-def refuse_adapter(keys: Collection[str], file: Path, kind: str) -> None:
-    """Refuse a state dict that holds nothing but the adapter of a model.
-
-    Args:
-        keys: Its keys.
-        file: The file or folder, for messages.
-        kind: What it is, for messages.
-
-    Raises:
-        SourceError: It does.
-    """
-    if keys and all(map(_ADAPTER.fullmatch, keys)):
-        what = f"an adapter-only {kind}, not exported yet,"
-        fix = "Export a step that was saved with the model's own weights (verl: without save_lora_only)"
-        raise SourceError(what, file=file, found=listing(keys), fix=fix)
 
 
 def locator(files: DataFiles) -> Callable[[StoredTensor, Box, Place], Located]:

@@ -94,9 +94,8 @@ class StoredSource:
         self.device = device or torch.device("cpu")
         self.groups: Groups = {}
         self.description = ""
-        self._tensors, self._locate = tensors, locate
-        sharding = Sharding.replicated(ranks)
-        self.specs = tuple(TensorSpec(name, tensor.shape, tensor.dtype, sharding) for name, tensor in tensors.items())
+        self._locate = locate
+        self._put(tensors)
 
     def describe(self, *parts: str, prefix: str = "") -> str:
         """Return one line: what was found, how much, below which prefix, and how much else there is."""
@@ -107,8 +106,21 @@ class StoredSource:
             found.append(f"{len(self.skipped):,} other {'entry' if len(self.skipped) == 1 else 'entries'} left out")
         return ", ".join(found)
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tensors other names, and leave the rest out.
+
+        Args:
+            names: The names that are to be exported, in order, and those that they have now.
+        """
+        kept = set(names.values())
+        self.skipped += tuple(tensor.key for name, tensor in self._tensors.items() if name not in kept)
+        self._put({new: self._tensors[old] for new, old in names.items()})
+
     def refresh(self) -> None:
         """Do nothing: what was saved does not change."""
+
+    def close(self) -> None:
+        """Close the files, if the source has any open."""
 
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Read rows of a tensor into new memory on the source's device; see `Source.rows`."""
@@ -139,6 +151,11 @@ class StoredSource:
                 return None
             extents.append(extent)
         return extents
+
+    def _put(self, tensors: Mapping[str, StoredTensor]) -> None:
+        self._tensors = tensors
+        sharding = Sharding.replicated(self.ranks)
+        self.specs = tuple(TensorSpec(name, tensor.shape, tensor.dtype, sharding) for name, tensor in tensors.items())
 
     def _read(self, tensor: StoredTensor, chunk: Chunk, first: int, target: torch.Tensor) -> None:
         files, stored = self._locate(tensor, chunk.box, chunk.place)

@@ -21,7 +21,8 @@ _log = logging.getLogger("fsdp_export")
 
 _MAX_FOLDERS = 20_000
 _MAX_DIGITS = 18
-_ITERATION_FILE = "latest_checkpointed_iteration.txt"
+# Of verl and Megatron, and of SkyRL: the step, in digits.
+_STEP_FILES = frozenset({"latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"})
 _LATEST = frozenset({"LATEST", "latest", "LATEST.txt", "latest.txt"})
 
 _NUMBER = re.compile(
@@ -115,8 +116,8 @@ class Survey:
     def _note_latest(self, folder: Path, folders: Sequence[Path], files: Sequence[str]) -> None:
         """Read what a trainer wrote down as its latest step."""
         named: dict[str, list[Path]] = {}
-        if _ITERATION_FILE in files:
-            text = _first_line(folder / _ITERATION_FILE)
+        for file in _STEP_FILES.intersection(files):
+            text = _first_line(folder / file)
             number = _as_number(text)
             named[text] = [step for step in folders if number is not None and _number_of(step.name)[1] == number]
         for file in _LATEST.intersection(files):

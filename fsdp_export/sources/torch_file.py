@@ -17,7 +17,7 @@ from .archive import DataFiles
 from .dcp_model import find_model
 from .dtensor_pickle import DTensor, Meshes, sharding_of
 from .hf_files import read_index
-from .state_file import StateFile, locator, refuse_adapter
+from .state_file import StateFile, locator
 from .stored import Chunk, StoredSource, StoredTensor
 from .tensor_pickle import TensorView
 
@@ -77,7 +77,6 @@ class TorchFileSource(StoredSource):
         self._files = DataFiles(file.parent)
         holders = self._open_indexed(file) if _INDEX.fullmatch(file.name) else self._open(file)
         entries = _Entries(file, list(holders), {key: state.paths[key] for key, state in holders.items()})
-        refuse_adapter(entries.tensors, file, "state dict")
         states = list(dict.fromkeys(holders.values()))
         keys = [key for state in states for key in (*state.paths, *state.others)]
         model = find_model(entries, prefix, of_lightning=_LIGHTNING in keys)

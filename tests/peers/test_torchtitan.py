@@ -33,7 +33,7 @@ def build(spec: Any) -> torch.nn.Module:
     torch.manual_seed(0)
     model = spec.model.build()
     for tensor in model.state_dict().values():
-        tensor.normal_()
+        torch.nn.init.normal_(tensor)
     return model
 
 

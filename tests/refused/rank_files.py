@@ -230,17 +230,6 @@ def two_cuts_by_torch_before_2_5(folder: Path) -> None:
         )
 
 
-@_refused(
-    SourceError,
-    "an adapter-only verl checkpoint, not exported yet, in {folder}: found base_model.model.q_proj.lora_A.weight, "
-    "base_model.model.q_proj.lora_B.weight. Export a step that was saved with the model's own weights (verl: without "
-    "save_lora_only).",
-)
-def adapter_only(folder: Path) -> None:
-    names = [f"base_model.model.q_proj.lora_{letter}.weight" for letter in "AB"]
-    put_ranks(folder, lambda rank: dict.fromkeys(names, _shards(rank)["w"]), 2)
-
-
 def _save_fsdp1_without_mesh(folder: Path) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 

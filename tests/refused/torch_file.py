@@ -217,17 +217,6 @@ def one_rank(folder: Path) -> str:
 
 
 @_refused(
-    SourceError,
-    "an adapter-only state dict, not exported yet, in {folder}/pytorch_model_fsdp.bin: found "
-    "base_model.model.q_proj.lora_A.weight. Export a step that was saved with the model's own weights (verl: without "
-    "save_lora_only).",
-)
-def adapter_only(folder: Path) -> str:
-    _saved(folder, {"base_model.model.q_proj.lora_A.weight": FULL}, "pytorch_model_fsdp.bin")
-    return ""
-
-
-@_refused(
     NotFoundError,
     "only optimizer and other state, no model, in {folder}. Name the folder of the model's checkpoint.",
 )

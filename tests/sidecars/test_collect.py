@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,8 @@ from fsdp_export.errors import NotFoundError, SourceError
 from fsdp_export.sidecars.collect import Sidecar, Sidecars, fit_config, from_folder, from_model, has_config, write
 
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-ALL_FILES = TOKENIZER_FILES | {"config.json", "generation_config.json"}
+CONFIGS = ("config.json", "generation_config.json")
+ALL_FILES = TOKENIZER_FILES.union(CONFIGS)
 
 
 @pytest.fixture
@@ -203,6 +205,33 @@ def test_a_huggingface_folder_beside_the_rank_files_is_seen(base: Path, tmp_path
     assert set(_texts(from_folder(tmp_path / "step/actor"))) == ALL_FILES
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "configs", "tokenizer"),
+    [
+        ("global_step_3/actor", "global_step_3/actor/huggingface", "global_step_3/actor/huggingface"),
+        ("global_step_3", "global_step_3/huggingface", "global_step_3/huggingface"),
+        ("global_step_3/policy", "global_step_3/policy/huggingface", "global_step_3/policy/huggingface"),
+        ("epoch_0_step_3/model", "epoch_0_step_3/model/.hf_metadata", "epoch_0_step_3/model/.hf_metadata"),
+        ("epoch_0_step_3/model", "epoch_0_step_3/model/consolidated", "epoch_0_step_3/model/consolidated"),
+        ("step_3/policy/weights", ".", "step_3/policy/tokenizer"),
+        ("step_3/policy/weights/model", "step_3/policy/weights/model/.hf_metadata", "step_3/policy/tokenizer"),
+        ("outputs/checkpoint/step-3", "outputs", "."),
+        ("checkpoint-3/pytorch_model_fsdp_0", ".", "checkpoint-3"),
+        ("checkpoint-3", ".", "checkpoint-3"),
+    ],
+    ids=["verl", "verl sft", "skyrl", "automodel", "put together", "nemo rl", "nemo rl 2", "torchtitan", "dcp", "full"],
+)
+def test_every_trainers_files_are_found(
+    checkpoint: str, configs: str, tokenizer: str, base: Path, tmp_path: Path
+) -> None:
+    for name, place in [*dict.fromkeys(TOKENIZER_FILES, tokenizer).items(), *zip(CONFIGS, [configs] * 2, strict=True)]:
+        (tmp_path / "run" / place).mkdir(parents=True, exist_ok=True)
+        shutil.copy(base / name, tmp_path / "run" / place)
+    sidecars = from_folder(tmp_path / "run" / checkpoint)
+    assert set(_texts(sidecars)) == ALL_FILES
+    assert sidecars.missing == []
+
+
 def test_four_folders_up_is_too_far(base: Path) -> None:
     folder = base / "a/b/c/d"
     folder.mkdir(parents=True)
@@ -225,9 +254,9 @@ def test_what_exists_is_copied_and_what_does_not_is_listed(
     assert [line.partition(":")[0] for line in sidecars.missing] == [
         name
         for name, is_there in (
-            ("tokenizer", has_tokenizer),
             ("config.json", has_config),
             ("generation_config.json", has_generation_config),
+            ("tokenizer", has_tokenizer),
         )
         if not is_there
     ]
@@ -312,10 +341,15 @@ def test_a_base_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NotFoundError):
         from_folder(tmp_path, "me/nothing")
-    assert from_folder(None).missing[1:] == [
-        "config.json: not in no folder",
+    way_out = "; give --base-model for a Hugging Face folder in place of one safetensors file"
+    assert from_folder(None).missing == [
+        f"config.json: not in no folder{way_out}",
         "generation_config.json: not in no folder",
+        "tokenizer: none was found",
     ]
+    (tmp_path / "base").mkdir()
+    missing = from_folder(tmp_path, tmp_path / "base").missing
+    assert missing[0] == f"config.json: not in {tmp_path} or {tmp_path / 'base'}"
 
 
 def test_a_config_is_fitted_to_the_weights_and_to_nothing_else(base: Path) -> None:

@@ -36,10 +36,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return cache
 
 
-def test_search_goes_up_three_folders_and_into_huggingface(tmp_path: Path) -> None:
+def test_search_goes_up_three_folders_and_into_those_of_trainers(tmp_path: Path) -> None:
     folder = tmp_path / "a/b/c/d"
     levels = [folder, tmp_path / "a/b/c", tmp_path / "a/b", tmp_path / "a"]
-    assert search_folders(folder) == [place for level in levels for place in (level, level / "huggingface")]
+    inner = ("huggingface", ".hf_metadata", "consolidated", "tokenizer")
+    assert search_folders(folder) == [place for level in levels for place in (level, *(level / name for name in inner))]
 
 
 def test_tokenizer_files_are_its_own_and_never_weights(base: Path) -> None:

@@ -92,8 +92,9 @@ def test_names_that_begin_with_model_are_told_from_a_wrapper(
         (["model.model.norm.weight", "optimizer.state.0.exp_avg", "lr_scheduler.last", "step"], ["model.norm.weight"]),
         (["module.norm.weight"], ["norm.weight"]),
         (["state_dict.norm.weight", "rng.cuda"], ["norm.weight"]),
+        (["model.base_model.model.norm.weight"], ["base_model.model.norm.weight"]),
     ],
-    ids=["wrapped", "head", "flat", "app", "state", "optimizer", "ddp", "state dict"],
+    ids=["wrapped", "head", "flat", "app", "state", "optimizer", "ddp", "state dict", "peft"],
 )
 def test_without_a_record_of_nesting_the_names_tell(keys: list[str], names: list[str], tmp_path: Path) -> None:
     put_together(tmp_path, dict.fromkeys(keys, FULL))

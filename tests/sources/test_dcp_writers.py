@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from dcp_folders import edit_metadata, put_together, save
-from models import meshes_for, shard, tiny
+from models import shard, tiny
 from ranks import run_ranks
 from stored_sources import assert_equal, assert_holds
 from torch.distributed.checkpoint._extension import ZStandard
@@ -41,7 +41,7 @@ def save_all(folder: Path, layout: str) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[(size, layout) for size in (2, 4) for layout in meshes_for(size)],
+    params=[(2, "dim1"), (4, "tp")],
     ids=lambda param: "-".join(map(str, param)),
 )
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:

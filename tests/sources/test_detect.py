@@ -59,6 +59,7 @@ def touch(root: Path, *files: str) -> None:
         (["global_step_5", "global_step_12"], "global_step_12"),
         (["500", "90"], "500"),
         (["epoch=3-step=5", "epoch=3-step=40"], "epoch=3-step=40"),
+        (["global_step_5/policy", "global_step_12/policy"], "global_step_12/policy"),
         (["step_5/policy/weights", "step_5/policy/optimizer"], "step_5/policy/weights"),
         (["old", "new"], "new"),
         (["step-500", "final"], "final"),
@@ -83,6 +84,7 @@ def test_the_metadata_file_names_its_folder(tmp_path: Path) -> None:
     [
         ("latest_checkpointed_iteration.txt", "500"),
         ("latest_checkpointed_iteration.txt", "0500\n"),
+        ("latest_ckpt_global_step.txt", "500"),
         ("LATEST", "global_step_500\n"),
         ("LATEST", "/elsewhere/runs/global_step_500/"),
         ("latest", "global_step_500"),
@@ -152,9 +154,10 @@ def test_an_unsafe_step_is_not_skipped(tmp_path: Path) -> None:
     [
         (["step-5/actor", "step-5/critic"], "step-5/actor, step-5/critic"),
         (["actor", "critic"], "actor, critic"),
+        (["global_step_5/policy", "global_step_5/critic"], "global_step_5/critic, global_step_5/policy"),
         (["a/step-5", "b/step-5", "b/step-4"], "a/step-5, b/step-5"),
     ],
-    ids=["roles in a step", "roles", "runs"],
+    ids=["roles in a step", "roles", "roles of SkyRL", "runs"],
 )
 def test_equally_good_checkpoints_are_listed(folders: list[str], listed: str, tmp_path: Path) -> None:
     make(tmp_path, *folders)
@@ -423,6 +426,15 @@ def test_of_a_nemo_rl_run_the_newest_policy_is_read(weights: str, wrapper: str, 
     source = open_source(tmp_path)
     assert source.folder == tmp_path / "step_10" / weights
     assert [spec.name for spec in source.specs] == list(model)
+
+
+def test_of_a_skyrl_run_the_policy_of_the_step_that_was_written_down_is_read(tmp_path: Path) -> None:
+    for step in (5, 10):
+        put_rank_files(tmp_path / f"global_step_{step}" / "policy")
+        touch(tmp_path, f"global_step_{step}/trainer_state.pt", f"global_step_{step}/data.pt")
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step_10" / "policy"
+    (tmp_path / "latest_ckpt_global_step.txt").write_text("5")
+    assert find_checkpoint(tmp_path) == tmp_path / "global_step_5" / "policy"
 
 
 def test_what_is_put_together_is_not_found_where_its_shards_are(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,14 @@ def test_a_given_prefix_counts_and_the_rest_is_listed(tmp_path: Path) -> None:
     assert source.description == (
         "state dict model.pt, 1 tensor, 160 B, float32, below 'critic', 5 other entries left out"
     )
+
+
+def test_plain_values_beside_the_model_do_not_matter(tmp_path: Path) -> None:
+    values = {"set": {1, 2}, "complex": 1j, "bytes": b"\xff", "array": bytearray(b"x"), "counts": Counter("aab")}
+    source = TorchFileSource(saved(tmp_path, {"model": {"w": FULL}, "others": values}))
+    assert_holds(source, {"w": FULL})
+    assert source.skipped == tuple(f"others.{name}" for name in values)
+    torch.load(tmp_path / "model.pt", weights_only=True)
 
 
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
