@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import io
 import json
-import logging
 import os
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from . import __version__
-from .errors import ComparisonError, ExportError, RankError, UsageError
+from .console import exit_codes, leave, logged, quiet_libraries, stdout_kept_for_json
+from .errors import ComparisonError, UsageError
 from .launch import joined_group, launched_ranks, speaks
 from .sizes import is_size
 
 if TYPE_CHECKING:
-    from .api import OpenedCheckpoint
+    from .checkpoint import OpenedCheckpoint
     from .sidecars.collect import Sidecars
     from .sinks.huggingface import Report
 
 __all__ = ["main"]
 
 _DTYPES = ("auto", "keep", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32")
-_INTERRUPTED = 130
-_SILENT_SECONDS = 1.0
 _EPILOG = """\b
 Examples:
   fsdp-export run/step-500 --out ckpt/ --base-model Qwen/Qwen2.5-7B
@@ -57,7 +53,7 @@ class _Command(click.Command):
         except click.UsageError as error:
             if speaks(os.environ):
                 raise
-            _leave("", error.exit_code, may_speak=False)
+            leave("", error.exit_code, may_speak=False)
 
 
 class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
@@ -123,11 +119,11 @@ def main(**options: Any) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     is_speaker = speaks(os.environ)
-    _quiet_libraries(silent=options["quiet"] or not is_speaker)
-    with _exit_codes(lambda: is_speaker), _logged(enabled=is_speaker):
+    quiet_libraries(silent=options["quiet"] or not is_speaker)
+    with exit_codes(lambda: is_speaker), logged(enabled=is_speaker):
         given = _given(click.get_current_context())
         _check_combination(given, options)
-        with _stdout_kept_for_json() if options["as_json"] else nullcontext():
+        with stdout_kept_for_json() if options["as_json"] else nullcontext():
             result = _run_demo(options) if options["demo"] else _export(options, given)
         if options["as_json"] and result is not None:
             click.echo(json.dumps(result))
@@ -147,10 +143,10 @@ def _run_demo(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any] | None:
     """Do it; return what `--json` prints, on the rank that prints."""
-    from .api import open_checkpoint
+    from .opening import open_checkpoint
     from .progress import Progress
 
-    with joined_group() as group, _exit_codes(lambda: group.is_first_to("speak of an error")):
+    with joined_group() as group, exit_codes(lambda: group.is_first_to("speak of an error")):
         say = _speaker(options, is_lead=group.is_lead)
         checkpoint = open_checkpoint(
             options["source"] or Path.cwd(),
@@ -301,69 +297,3 @@ def _refuse(given: Mapping[str, str], idle: Iterable[str], cause: str) -> None:
     for name in given:
         if name in idle:
             raise UsageError(f"{given[name]} has no effect with {cause}", fix="Leave one of them out")
-
-
-def _quiet_libraries(*, silent: bool) -> None:
-    """Keep what other libraries print from cluttering ours. They read these variables as they are imported."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if silent:
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-
-
-@contextmanager
-def _stdout_kept_for_json() -> Iterator[None]:
-    """Send to stderr whatever is printed on stdout, also by C++ and by processes that are started."""
-    sys.stdout.flush()
-    stdout = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(stdout, 1)
-        os.close(stdout)
-
-
-class _Handler(logging.Handler):
-    """Prints warnings of the library."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Print one, above a progress bar if there is one."""
-        from tqdm import tqdm
-
-        tqdm.write(f"fsdp-export: {record.levelname.lower()}: {record.getMessage()}", file=sys.stderr)
-
-
-@contextmanager
-def _logged(*, enabled: bool) -> Iterator[None]:
-    handler = _Handler(logging.WARNING) if enabled else logging.NullHandler()
-    logger = logging.getLogger("fsdp_export")
-    logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-
-
-@contextmanager
-def _exit_codes(may_speak: Callable[[], bool]) -> Iterator[None]:
-    """Turn errors into messages and exit codes; an exception that is none of ours is a bug and keeps its traceback."""
-    try:
-        yield
-    except ExportError as error:
-        bug = error.__cause__
-        if isinstance(error, RankError) and bug is not None and f"{type(bug).__name__}: {bug}" in str(error):
-            traceback.print_exception(type(bug), bug, bug.__traceback__)
-        _leave(f"fsdp-export: {error}", error.exit_code, may_speak=may_speak())
-    except KeyboardInterrupt:
-        message = "fsdp-export: interrupted; the old export is intact, or the new one complete"
-        _leave(message, _INTERRUPTED, may_speak=may_speak())
-
-
-def _leave(message: str, exit_code: int, *, may_speak: bool) -> NoReturn:
-    if may_speak:
-        click.echo(message, err=True)
-    else:
-        # torchrun ends all ranks as soon as one has failed, also the one that is about to say why.
-        time.sleep(_SILENT_SECONDS)
-    sys.exit(exit_code)

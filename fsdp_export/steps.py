@@ -94,9 +94,13 @@ class Part:
     rows: Rows
 
     def within(self, first: int, stop: int) -> tuple[int, Rows] | None:
-        """Return where in the output those of its rows begin that a range has, and which rows of the input they are."""
+        """Return where in the output those of its rows begin that a range has, and which rows of the input they are.
+
+        An output without rows is in the ranges that reach to its place.
+        """
         low, high = max(first, self.rows[0]), min(stop, self.rows[1])
-        return (low - self.rows[0], (low, high)) if low < high else None
+        is_there = low < high or low == high == self.rows[0] == self.rows[1]
+        return (low - self.rows[0], (low, high)) if is_there else None
 
 
 @dataclass(frozen=True, slots=True)

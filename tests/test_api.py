@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from fsdp_export import export_checkpoint, save_checkpoint
-from fsdp_export.api import open_checkpoint
 from fsdp_export.errors import NotFoundError, SourceError, UsageError
+from fsdp_export.opening import open_checkpoint
 
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -149,7 +149,7 @@ def test_a_tied_head_that_differs_is_written_and_the_config_says_so(run, model, 
 
 
 def test_without_a_config_no_model_is_built(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdp_export.api.meta_twin", lambda _: pytest.fail("this imports transformers"))
+    monkeypatch.setattr("fsdp_export.opening.meta_twin", lambda _: pytest.fail("this imports transformers"))
     flat = {EMBEDDING: model.state_dict()[EMBEDDING].flatten()}
     export_checkpoint(save(tmp_path / "step-1", flat), tmp_path / "out")
     assert_holds(tmp_path / "out", flat)
@@ -243,7 +243,7 @@ def test_ranks_share_the_writing_and_the_files_are_those_of_one(run, base, tmp_p
 
 def test_ties_are_compared_in_parts_by_all_ranks(tmp_path, monkeypatch):
     """One row differs, and one rank alone reads it; all of them must know."""
-    monkeypatch.setattr("fsdp_export.api.CHUNK_BYTES", 1)
+    monkeypatch.setattr("fsdp_export.ties.CHUNK_BYTES", 1)
     model = hf_model("qwen2-tied")
     state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state_dict[HEAD][4] += 1

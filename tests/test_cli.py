@@ -16,7 +16,7 @@ from hub_folders import new_tokenizer, put_into_hub_cache
 from models import hf_model
 from safetensors.torch import load_file, save_file
 
-from fsdp_export import cli, progress
+from fsdp_export import cli, console, progress
 from fsdp_export.cli import main
 from fsdp_export.errors import RankError
 
@@ -27,7 +27,7 @@ CONFIGS = {"config.json", "generation_config.json"}
 # A run of the command whose first read lasts, so that there is time to interrupt it.
 SLOW = """
 import sys, time
-from fsdp_export import cli
+from fsdp_export import cli, console
 from fsdp_export.sources.dcp import DcpSource
 DcpSource.rows = lambda *_: time.sleep(60)
 cli.main(sys.argv[1:], prog_name="fsdp-export")
@@ -567,17 +567,17 @@ def test_a_bug_keeps_its_traceback(run, environ):
     def fail(*_, **__):
         raise ZeroDivisionError("a bug")
 
-    environ.setattr("fsdp_export.api.open_source", fail)
+    environ.setattr("fsdp_export.opening.open_source", fail)
     result = CliRunner().invoke(main, [str(run), "--out", "out"])
     assert result.exit_code == 1
     assert isinstance(result.exception, ZeroDivisionError)
 
 
 def test_a_bug_on_a_rank_shows_its_traceback_there(capsys, environ):
-    environ.setattr(cli, "_SILENT_SECONDS", 0.0)
+    environ.setattr(console, "_SILENT_SECONDS", 0.0)
 
     def fail(cause, text, *, may_speak):
-        with pytest.raises(SystemExit) as caught, cli._exit_codes(lambda: may_speak):
+        with pytest.raises(SystemExit) as caught, console.exit_codes(lambda: may_speak):
             raise RankError(text) from cause
         assert caught.value.code == 1
         return capsys.readouterr().err.splitlines()
@@ -592,7 +592,7 @@ def test_a_bug_on_a_rank_shows_its_traceback_there(capsys, environ):
 
 @pytest.mark.parametrize("arguments", [["--nope", "--out", "out"], []], ids=["click", "ours"])
 def test_what_is_wrong_for_all_ranks_is_said_by_the_first(arguments, environ):
-    environ.setattr(cli, "_SILENT_SECONDS", 0.0)
+    environ.setattr(console, "_SILENT_SECONDS", 0.0)
     environ.setenv("TORCHELASTIC_RUN_ID", "none")
     environ.setenv("RANK", "1")
     assert call(*arguments, code=2).output == ""

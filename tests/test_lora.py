@@ -19,9 +19,9 @@ from refused.lora import REFUSED, Maker
 from safetensors.torch import load_file, save_file
 
 from fsdp_export import export_checkpoint
-from fsdp_export.api import open_checkpoint
 from fsdp_export.cli import main
 from fsdp_export.errors import ExportError, SinkError
+from fsdp_export.opening import open_checkpoint
 
 WRITTEN = {"adapter_model.safetensors", "adapter_config.json"}
 

@@ -15,9 +15,10 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from fsdp_export import export_checkpoint
-from fsdp_export.api import OpenedCheckpoint, open_checkpoint
+from fsdp_export.checkpoint import OpenedCheckpoint
 from fsdp_export.cli import main
 from fsdp_export.errors import ComparisonError, SourceError
+from fsdp_export.opening import open_checkpoint
 from fsdp_export.sources.dcp import DcpSource
 from fsdp_export.sources.hf_folder import HfFolderSource
 

@@ -130,7 +130,7 @@ def test_a_sharded_model_is_exported_as_the_adapter_converts_it(world_size, tmp_
 
 
 def test_ranks_share_a_checkpoint_that_is_converted(folder, tmp_path):
-    from fsdp_export.api import open_checkpoint
+    from fsdp_export.opening import open_checkpoint
 
     def check() -> None:
         checkpoint = open_checkpoint(folder, adapter=Adapter(), ranks=(0, 1), rank=dist.get_rank())

@@ -17,11 +17,11 @@ from refused.shapes import EMBEDDING, HEAD, REFUSED, Maker, half_resized_vocabul
 from safetensors.torch import load_file
 
 from fsdp_export import export_checkpoint
-from fsdp_export.api import open_checkpoint
 from fsdp_export.conversion.known import KnownTensors
 from fsdp_export.conversion.shapes import Comparison, compare_with_config
 from fsdp_export.conversion.twin import meta_twin
 from fsdp_export.errors import SourceError
+from fsdp_export.opening import open_checkpoint
 from fsdp_export.spec import TensorInfo
 
 SMALL: dict[str, Any] = {

@@ -133,7 +133,9 @@ WRITERS = {
         folder, {"model": model.state_dict()}, planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     ),
 }
-LAYOUTS |= {name: Layout(writer, "step-10", FOUND, models=("tiny",)) for name, writer in WRITERS.items()}
+# All that HSDP saves may be in the files of half of the ranks.
+FOUND_BY = dict.fromkeys(WRITERS, FOUND) | {"replicas of rank 0": "DCP checkpoint of "}
+LAYOUTS |= {name: Layout(writer, "step-10", FOUND_BY[name], models=("tiny",)) for name, writer in WRITERS.items()}
 runs = runs_of(LAYOUTS)
 
 

@@ -1,0 +1,141 @@
+"""A checkpoint on disk that was opened: what it is, and what can be done with it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+from .errors import ComparisonError, SourceError, UsageError, listing
+from .exporter import Exporter
+from .fence import Fence
+from .layout import FileLayout
+from .sidecars.collect import Sidecars
+from .sinks.compare import CompareSink
+from .sinks.huggingface import ADAPTER_FILE, Report, folder_layouts, folder_sink
+from .sources.base import Source
+from .sources.hf_folder import HfFolderSource
+from .verification import Verification
+from .walk import Delivered
+
+__all__ = ["OpenedCheckpoint"]
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint on disk, ready to be exported.
+
+    Attributes:
+        source: What is read.
+        exporter: What reads it.
+        sidecars: The config, tokenizer and other files that were found for it.
+        base_model: Where these were looked for first.
+        heeds_config: Whether the config had a say in names or dtypes, which counts even where it is not written.
+        notes: What was decided, a line each.
+        is_lora: Whether it is a LoRA adapter and no model.
+        lacks: Why there is no config for the adapter; None if there is one.
+    """
+
+    source: Source
+    exporter: Exporter
+    sidecars: Sidecars
+    base_model: str | None
+    heeds_config: bool
+    notes: list[str]
+    is_lora: bool = False
+    lacks: SourceError | None = None
+
+    def files(self, *, format: str = "auto", max_shard_size: int | str = "5GB") -> list[FileLayout]:  # noqa: A002
+        """Return the files that `save` would write."""
+        lay_out = folder_layouts(
+            format,
+            has_config=self.sidecars.config is not None,
+            max_shard_size=max_shard_size,
+            is_lora=self.is_lora,
+        )
+        self._refuse_to_lack_config(format)
+        return lay_out(self.exporter.plan)
+
+    def save(
+        self,
+        path: str | PathLike[str],
+        *,
+        format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
+        max_shard_size: int | str = "5GB",
+        overwrite: bool = False,
+        fsync: bool = True,
+        delivered: Delivered = lambda _: None,
+    ) -> Report:
+        """Write the checkpoint folder; the arguments are those of `Exporter.save`. Collective."""
+        folder = Path(path)
+        self._refuse_to_lack_config(format)
+        self._refuse_to_replace_inputs(folder)
+        sink = folder_sink(
+            folder,
+            format=format,
+            has_config=self.sidecars.config is not None,
+            sidecars=lambda: self.sidecars,
+            max_shard_size=max_shard_size,
+            overwrite=overwrite,
+            fsync=fsync,
+            provenance={"source": _provenance(self.source)},
+            is_lora=self.is_lora,
+        )
+        started = time.perf_counter()
+        self.exporter.send(sink, delivered=delivered)
+        return sink.report(self.exporter.plan, time.perf_counter() - started)
+
+    def verify(self, path: str | PathLike[str], *, delivered: Delivered = lambda _: None) -> Verification:
+        """Read a folder that was written, and compare every tensor with the source, as `save` converts it. Collective.
+
+        Nothing is held in memory but the rows that are compared. Before, the kernel is asked to forget what it keeps
+        of the files, so that the disk is read.
+
+        Args:
+            path: The folder.
+            delivered: Called with the bytes that this rank has just compared.
+
+        Returns:
+            What came of it, the same on every rank. A difference, or a folder that cannot be read, is no exception.
+
+        Raises:
+            ExportError: The source cannot be read on some rank; the same error is raised on all.
+        """
+        folder, started = Path(path), time.perf_counter()
+        sink = CompareSink(folder, lambda: _written(folder, is_lora=self.is_lora))
+        try:
+            self.exporter.send(sink, delivered=delivered)
+        except ComparisonError as error:
+            plan, seconds = self.exporter.plan, time.perf_counter() - started
+            return Verification(folder, len(plan.outputs), plan.num_bytes, seconds, failure=str(error))
+        with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
+            cards = operation.agree(sink.card())
+        return sink.verification(cards, time.perf_counter() - started)
+
+    def _refuse_to_lack_config(self, format: str) -> None:  # noqa: A002  as above
+        if self.lacks is not None and format != "safetensors":
+            raise self.lacks
+
+    def _refuse_to_replace_inputs(self, folder: Path) -> None:
+        """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
+        here, fix = folder.resolve(), "Write into another folder"
+        if self.base_model is not None and folder.is_dir() and here == Path(self.base_model).resolve():
+            raise UsageError("the base model would be replaced", file=folder, fix=fix)
+        files = {sidecar.name: sidecar.content for sidecar in self.sidecars.files}
+        read = {name: path.parent.resolve() / path.name for name, path in files.items() if isinstance(path, Path)}
+        replaced = [name for name, path in read.items() if path == here / name]
+        if replaced:
+            raise UsageError("files that are read would be replaced", file=folder, found=listing(replaced), fix=fix)
+
+
+def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
+    """Open the files of an export, whatever else lies in the folder."""
+    names = (ADAPTER_FILE,) if is_lora else ("model.safetensors.index.json", "model.safetensors")
+    return HfFolderSource(next((folder / name for name in names if (folder / name).is_file()), folder))
+
+
+def _provenance(source: Source) -> str:
+    """Tell what was exported, without the places of a machine: the record may be published with the weights."""
+    parts = source.folder.absolute().parts[-2:] if source.folder is not None else ()
+    return f"{'/'.join(parts)}: {source.description}"

@@ -1,0 +1,194 @@
+"""From a path to an opened checkpoint, and what is decided on the way: names, dtypes, config."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoint import OpenedCheckpoint
+from .conversion.adapter import conversion_of, load_adapter
+from .conversion.cut import Conversion
+from .conversion.shapes import compare_with_config
+from .conversion.twin import meta_twin
+from .dtypes import DtypePolicy
+from .errors import UsageError, listing
+from .exporter import Exporter
+from .fence import Fence
+from .lora import describe_lora, name_as_lora
+from .sidecars.collect import Sidecars, from_folder
+from .sidecars.origins import CONFIG
+from .sources.base import Source
+from .sources.detect import open_source
+from .spec import TensorSpec
+from .table import dtype_name
+from .ties import tied_names
+
+__all__ = ["open_checkpoint"]
+
+
+def open_checkpoint(
+    source: str | PathLike[str],
+    *,
+    base_model: str | PathLike[str] | None = None,
+    prefix: str | None = None,
+    dtype: str | torch.dtype = "keep",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    adapter: Any = None,
+    device: torch.device | str | None = None,
+    format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
+    ranks: tuple[int, ...] = (0,),
+    rank: int = 0,
+) -> OpenedCheckpoint:
+    """Find and open a checkpoint on disk. Collective among `ranks`, which will share the writing.
+
+    Args:
+        source: As in `export_checkpoint`, and so are the others.
+        base_model: See there.
+        prefix: See there.
+        dtype: See there.
+        include: See there.
+        exclude: See there.
+        adapter: See there.
+        device: See there.
+        format: What will be written. With `"safetensors"` the config need not fit the tensors.
+        ranks: The global ranks that export together; `(0,)` without a process group.
+        rank: This process's global rank.
+
+    Raises:
+        ExportError: It cannot be read on some rank; the same error is raised on all.
+    """
+    base = os.fspath(base_model) if base_model is not None else None
+    with Fence(ranks, rank).operation("open_checkpoint") as operation:
+        opened = open_source(Path(source), prefix=prefix, ranks=ranks, rank=rank, device=_usable(device))
+        is_lora, notes = name_as_lora(opened) if adapter is None else (False, [])
+        if rank != ranks[0]:
+            operation.agree()
+        sidecars = from_folder(opened.folder, base)
+        if rank == ranks[0]:
+            # What had to be downloaded is there now, and the other ranks need not do it too.
+            operation.agree()
+        config = sidecars.config or {}
+        if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
+            dtype = "keep"
+        policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
+        twin = meta_twin(config) if config and not is_lora else None
+        conversion = _conversion(adapter, opened, sidecars)
+        origins = _origins(opened, conversion)
+        aliases, untied = tied_names(opened, origins, twin, operation)
+        exporter = Exporter(
+            opened,
+            dtype=policy,
+            include=include,
+            exclude=exclude,
+            adapter=conversion,
+            aliases=aliases,
+            untied=untied,
+        )
+        heeds_config = bool(policy.only_narrow or aliases or untied)
+        notes += [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
+        notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
+        if conversion is not None and conversion.unused:
+            notes.append(f"the adapter makes nothing of {len(conversion.unused):,}: {listing(conversion.unused)}")
+        lacks = None
+        if is_lora:
+            sidecars, lacks = describe_lora(opened, exporter.plan.outputs, sidecars, base)
+        elif format != "safetensors":
+            sidecars = _fit_to_shapes(sidecars, exporter, origins, twin, notes)
+    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, lacks)
+
+
+def _usable(device: torch.device | str | None) -> torch.device | None:
+    """Return a device on which there can be tensors.
+
+    Raises:
+        UsageError: This is none.
+    """
+    if device is None:
+        return None
+    try:
+        torch.empty(1, device=device).item()
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:  # torch lacks it, or there is none
+        raise UsageError(
+            "a device that cannot be used here", found=device, fix="Leave it out to use the CPU"
+        ) from error
+    return torch.device(device)
+
+
+def _named_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that a config names, for the whole model or for its text part."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
+
+
+def _narrowing_to(named: str | None) -> DtypePolicy:
+    """Return the policy that casts to a dtype what is wider; one to which nothing is cast, or none, changes nothing."""
+    try:
+        target = DtypePolicy.parse(named or "keep").target
+    except UsageError:
+        target = None
+    return DtypePolicy(target, only_narrow=target is not None)
+
+
+def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
+    """Tell what the config, and not the user, has decided."""
+    dtypes = {spec.dtype for step in exporter.plan.steps for spec in step.inputs}
+    wider = sorted(dtype_name(dtype) for dtype in dtypes if policy.cast_of(dtype) is not None)
+    if not (policy.only_narrow and wider):
+        return []
+    target = dtype_name(policy.target)
+    return [f"{' and '.join(wider)} becomes {target}, as the config says (--dtype keep to keep it)"]
+
+
+def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
+    names = exporter.source.specs if exporter.conversion is None else exporter.conversion.names
+    num_tensors, hits = len(names) - len(exporter.plan.aliases), exporter.pattern_hits
+    options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
+    return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
+
+
+def _conversion(adapter: Any, source: Source, sidecars: Sidecars) -> Conversion | None:
+    """Plan what an adapter, or one that a string names, does to a checkpoint."""
+    if adapter is None:
+        return None
+    if isinstance(adapter, str):
+        places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
+        assets = next((place.parent for place in places if isinstance(place, Path)), None)
+        adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
+    return Conversion(conversion_of(adapter), source.specs)
+
+
+def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorSpec | None]:
+    """Map the names that can be exported to the tensors that they are; None for what is made of others."""
+    if conversion is not None:
+        return {name: conversion.origin(name) for name in conversion.names}
+    return {spec.name: spec for spec in source.specs}
+
+
+def _fit_to_shapes(
+    sidecars: Sidecars, exporter: Exporter, names: Iterable[str], twin: nn.Module | None, notes: list[str]
+) -> Sidecars:
+    """Return the sidecars with a config that fits the shapes; add what was noticed to the notes.
+
+    Raises:
+        SourceError: No config fits them.
+    """
+    comparison = compare_with_config(
+        exporter.plan.outputs,
+        list(names),
+        twin,
+        sidecars.config or {},
+        folder=exporter.source.folder,
+        config_file=sidecars.config_file,
+    )
+    if comparison.error is not None:
+        raise comparison.error
+    notes += comparison.notes
+    return replace(sidecars, edits=comparison.edits)
