@@ -20,6 +20,7 @@ from measuring import NOT_INSTALLED, Peak, machine, publish, summary, unbacked_b
 
 _HERE = Path(__file__).parent
 _TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+_PACKAGES = {"torch", "transformers", "accelerate", "verl"}
 _HOST_MIB = 300
 _COLUMNS = [
     ("min s", "min_seconds", ".2f"),
@@ -120,7 +121,8 @@ def measure_all(methods: dict[str, Method], options: argparse.Namespace, name_of
     """Run all methods in turn, and that several times; results are complete after every turn."""
     is_sparse = options.sparse_gb is not None
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
-    for _ in range(options.repeats or (1 if is_sparse else 5)):
+    versions = {name: each.version for each in importlib.metadata.distributions() if (name := each.name) in _PACKAGES}
+    for repeat in range(options.repeats or (1 if is_sparse else 5)):
         for name in list(runs):
             run = measure(methods[name], options.folder, is_warm=not is_sparse)
             if run is None:
@@ -132,14 +134,13 @@ def measure_all(methods: dict[str, Method], options: argparse.Namespace, name_of
             summary(name, methods[name].title, taken, runs.get(methods[name].reference, taken))
             for name, taken in runs.items()
         ]
-        torch = importlib.metadata.version("torch")
         facts = {
-            "title": f"Merging {options.gigabytes:g} GB of {options.ranks} ranks, {machine()}, torch {torch}",
+            "title": f"Merging {options.gigabytes:g} GB of {options.ranks} ranks, {machine()}",
             "memory": "peak host memory of a process",
-            "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "accelerate")},
+            "versions": versions,
             "ranks": options.ranks,
             "device": machine(),
-            "repeats": len(next(iter(runs.values()))),
+            "repeats": repeat + 1,
             "goals": list(goals(methods, {row["method"]: row for row in rows})),
             "rows": rows,
         }

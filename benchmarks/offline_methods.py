@@ -20,7 +20,7 @@ Work = Callable[[], object]
 
 
 def ours(source: Path, out: Path, dtype: str = "keep", fsync: str = "") -> Work:
-    from fsdp_export.api import open_checkpoint
+    from fsdp_export.opening import open_checkpoint
 
     if "RANK" in os.environ:
         dist.init_process_group("gloo")

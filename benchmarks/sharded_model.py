@@ -57,7 +57,8 @@ def sharded_on_meta(
     policy = policy or OffloadPolicy()
     with torch.device("meta"):
         model = transformers.Qwen2ForCausalLM(config)
-    model.to(config.dtype)
+    cast("nn.Module", model).to(cast("torch.dtype", config.dtype))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
-    return fully_shard(model, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    return cast("nn.Module", model)
