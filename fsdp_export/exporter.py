@@ -110,7 +110,7 @@ class Exporter:
             steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)
         else:
             steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
-        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied)
+        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied, tuple(names))
 
     @cached_property
     def conversion(self) -> Conversion | None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from fsdp_export import export_checkpoint, save_checkpoint
-from fsdp_export.errors import NotFoundError, SourceError, UsageError
+from fsdp_export.errors import DisagreementError, NotFoundError, SourceError, UsageError
 from fsdp_export.opening import open_checkpoint
 
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
@@ -56,6 +56,28 @@ def assert_holds(folder, expected):
 
 def untied(model):
     return {name: tensor for name, tensor in model.state_dict().items() if name != HEAD}
+
+
+def test_ranks_that_find_different_ties_all_say_so(tmp_path):
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    sizes = {"hidden_size": 4, "vocab_size": 8, "num_hidden_layers": 0, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    tied = torch.randn(8, 4)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    save(tmp_path / "step-1", {**dict.fromkeys(names, tied), "model.norm.weight": torch.ones(4)})
+
+    def check() -> str:
+        rank = dist.get_rank()
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(DisagreementError) as caught:
+            if rank:
+                patch.setattr("fsdp_export.opening.meta_twin", lambda _: None)
+            open_checkpoint(tmp_path, ranks=(0, 1), rank=rank)
+        return str(caught.value)
+
+    assert set(run_ranks(check, 2)) == {
+        "the ranks find different tied weights: found rank 0: {'lm_head.weight': 'model.embed_tokens.weight'}; rank 1: "
+        "{}. Use the same transformers and the same --base-model on every host."
+    }
 
 
 def test_a_checkpoint_becomes_the_folder_of_save_pretrained(run, model, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,6 +14,8 @@ from torch import nn
 __all__ = ["hub_form", "meta_twin"]
 
 _log = logging.getLogger("fsdp_export")
+
+_NAMES_CODE = re.compile(r".*_implementation(_.*)?|use_kernels|kernel_config")
 
 
 def meta_twin(config: Mapping[str, Any], *, warns: bool = True) -> nn.Module | None:
@@ -78,10 +81,14 @@ def _build(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
 
 
 def _decoded(value: Any) -> Any:
-    """Copy JSON values, with numbers that JSON has not: transformers 5 writes these as `{"__float__": "Infinity"}`."""
+    """Copy JSON values, with numbers that JSON has not: transformers 5 writes these as `{"__float__": "Infinity"}`.
+
+    What names implementations of layers is left out: such a name may be a repository, whose code would be run.
+    """
     if isinstance(value, Mapping):
-        is_number = value.keys() == {"__float__"}
-        return float(value["__float__"]) if is_number else {key: _decoded(item) for key, item in value.items()}
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _decoded(item) for key, item in value.items() if not _NAMES_CODE.fullmatch(str(key))}
     return [_decoded(item) for item in value] if isinstance(value, list) else value
 
 
