@@ -25,7 +25,7 @@ def main() -> None:
         text = f" {row['min_seconds']:.2f} s, {row['host_mib']:,.0f} MiB"
         axes.text(max(row["min_seconds"], row["median_seconds"]), position, text, va="center", fontsize=8)
     axes.set_xlim(0, 1.35 * max(row["median_seconds"] for row in rows))
-    axes.set_xlabel(f"seconds, minimum of interleaved runs (whisker: median); {facts['memory']}", fontsize=9)
+    axes.set_xlabel(f"seconds, minimum of interleaved runs (whisker: median)\nand {facts['memory']}")
     axes.set_title(facts["title"], fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
