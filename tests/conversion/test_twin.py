@@ -99,11 +99,11 @@ def test_a_conversion_that_fails_leaves_the_form_of_the_modules(monkeypatch):
     assert hub_form(twin, ["lm_head.weight"]) == {"lm_head.weight": (32, 16)}
 
 
-@pytest.mark.parametrize(
-    "key", ["attn_implementation", "_attn_implementation", "experts_implementation", "use_kernels"]
-)
-@pytest.mark.parametrize("part", [None, "text_config"])
-def test_implementations_that_a_config_names_are_not_looked_for(key, part, monkeypatch):
+CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "use_kernels")
+
+
+@pytest.mark.parametrize("key", CODE)
+def test_implementations_that_a_config_names_are_not_looked_for(key, monkeypatch):
     def fail(*_: object, **__: object) -> None:
         pytest.fail("code of a repository would be loaded")
 
@@ -113,7 +113,6 @@ def test_implementations_that_a_config_names_are_not_looked_for(key, part, monke
         if name.startswith(("load", "get_kernel", "register")) and callable(getattr(hub_kernels, name)):
             monkeypatch.setattr(hub_kernels, name, fail)
     code = {key: "someone/kernels"}
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **LLAMA}
-    twin = meta_twin({**config, **(code if part is None else {part: code})})
+    twin: Any = meta_twin({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **LLAMA, **code})
     assert twin is not None
     assert "someone" not in str(vars(twin.config))
