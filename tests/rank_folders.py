@@ -119,11 +119,11 @@ def cut(full: torch.Tensor, mesh: DeviceMesh, cuts: Sequence[tuple[int, int]], *
         cuts: Pairs of a dim and a mesh axis, in the order in which the tensor is cut.
         **spec: What to change of the spec once it is made.
     """
-    local, coordinate = full, mesh.get_coordinate()
+    local, is_on_mesh = full, mesh.get_coordinate() is not None
     for dim, axis in cuts:
-        if coordinate is not None:
+        if is_on_mesh:
             pieces = local.chunk(mesh.size(axis), dim)
-            position = coordinate[axis]
+            position = mesh.get_local_rank(axis)  # the group's, whose ranks ascend, whatever the mesh says
             local = pieces[position] if position < len(pieces) else local.narrow(dim, 0, 0)
     placements = _placements(mesh.ndim, [mesh.size(axis) for axis in range(mesh.ndim)], cuts)
     dtensor = DTensor.from_local(

@@ -51,8 +51,8 @@ def random_joint_step(chance: random.Random, mesh: Mesh, name: str) -> Step:
 def holds(step: Step, unit: int, rank: int) -> bool:
     """Tell, element by element, whether a rank has all that a unit needs."""
     for spec in step.inputs:
-        rows = step.rows_of(spec, ((unit, unit + 1),))[0] if spec.shape else ()
-        wanted = (rows, *((0, size) for size in spec.shape[1:])) if spec.shape else ()
+        rows = step.rows_of(spec, ((unit, unit + 1),))[0]
+        wanted: list[tuple[int, int]] = [rows, *((0, size) for size in spec.shape[1:])] if spec.shape else []
         box = spec.sharding.box(spec.shape, rank)
         has = all(
             start <= low and high <= stop for (low, high), start, stop in zip(wanted, box.start, box.stop, strict=True)

@@ -62,6 +62,8 @@ class DcpSource(StoredSource):
             self._files.check_transforms(tensor)
         super().__init__(folder, tensors, self._files.locate, ranks=ranks, rank=rank, device=device)
         self._files.probe(tensors.values())
+        # A chunk that extensions changed is unpacked whole: by several threads, several of them at once.
+        self.is_concurrent = not metadata.transforms
         exported = set(model.keys.values())
         self.skipped = tuple(key for key in (*metadata.tensors, *metadata.others) if key not in exported)
         self.description = self.describe(*_kind(metadata), prefix=model.prefix)

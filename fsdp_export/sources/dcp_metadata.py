@@ -97,7 +97,7 @@ class Metadata:
                     places.setdefault(box, []).append(part.place(key, box, dtype))
         whole = Box.whole(shape)
         chunks = [
-            Chunk(box, at[0], at[-1] if len(at) > 1 and box == whole else None)
+            Chunk(box, at[0], tuple(at[1:]) if box == whole else ())
             for box, at in sorted(places.items(), key=lambda item: item[0].start)
         ]
         return StoredTensor(key, shape, dtype, tuple(chunks))

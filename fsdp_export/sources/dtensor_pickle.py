@@ -101,7 +101,10 @@ class Meshes:
         names = tuple(map(str, names)) if isinstance(names, tuple) else ()
         if not isinstance(saved_by, int):
             saved_by = _rank_at(mesh, state.get("_coordinate_on_dim"))
-        return DeviceMesh(mesh, names, saved_by)
+        ascending = mesh.ascending()
+        if ascending is None:
+            raise ValueError("a mesh whose process groups do not follow it")
+        return DeviceMesh(ascending, names, saved_by)
 
 
 def sharding_of(dtensor: DTensor, mesh: Mesh, name: str) -> Sharding:

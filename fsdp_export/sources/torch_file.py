@@ -21,7 +21,7 @@ from .state_file import StateFile, locator
 from .stored import Chunk, StoredSource, StoredTensor
 from .tensor_pickle import TensorView
 
-__all__ = ["TorchFileSource", "recognizes"]
+__all__ = ["TorchFileSource", "holds_model", "recognizes"]
 
 _STATE_FILE = re.compile(r".+\.(bin|pt|pth|ckpt)")
 _INDEX = re.compile(r".+\.(bin|pt|pth)\.index\.json")
@@ -122,6 +122,11 @@ class TorchFileSource(StoredSource):
 def recognizes(file_names: Collection[str]) -> bool:
     """Tell from the names of a folder's files whether one of them, or several with an index, may be a full model."""
     return bool(_candidates(file_names))
+
+
+def holds_model(file_names: Collection[str]) -> bool:
+    """Tell whether one of a folder's files has a name that only whole models have."""
+    return not set(_KNOWN).isdisjoint(file_names)
 
 
 def _candidates(file_names: Iterable[str]) -> list[str]:
