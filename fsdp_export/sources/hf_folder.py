@@ -2,7 +2,8 @@
 
 torch's Hugging Face writer, and NeMo Automodel which is built on it, leave shards that say where in the full tensors
 they begin, and beside them perhaps the same tensors put together: in `consolidated/` below the shards, or above a
-`sharded/`. What is put together is taken if it is complete and agrees with the shards, else the shards are.
+`sharded/`. What is put together is taken if it is complete and agrees with the shards, else the shards are. Of tensors
+that only begin otherwise nothing tells which are newer, so they are refused.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _log = logging.getLogger("fsdp_export")
 
 _WHOLE_FOLDER = "consolidated"
 _SHARDS_FOLDER = "sharded"
+_COMPARE_BYTES = 4096
 _OTHER_SAVES = "The files are of different saves; use another step"
 
 
@@ -47,7 +49,7 @@ class HfFolderSource(StoredSource):
 
     Raises:
         NotFoundError: There are no weights, or none below the prefix.
-        UsageError: Several sets of files could be meant.
+        UsageError: Several sets of files could be meant, or what is put together is of another save than the shards.
         SourceError: Files are missing, truncated, damaged or of several saves, or shards leave holes or overlap.
     """
 
@@ -143,12 +145,31 @@ def _choose(path: Path) -> _Weights:
         try:
             whole = _read(whole_folder)
             if whole.as_put_together() == shards.as_put_together():
+                _check_same_save(whole, shards)
                 return whole
             found = "other names, shapes or dtypes than in the shards"
         except SourceError as error:
             found = str(error)
         _log.warning("shards are read, for what is put together of them in %s has: %s", whole_folder, found)
     return shards
+
+
+def _check_same_save(whole: _Weights, shards: _Weights) -> None:
+    """Refuse tensors that begin otherwise than in the shards of which they seem to have been put together."""
+    for key, tensor in shards.tensors.items():
+        if not tensor.chunks:
+            continue
+        first, place = tensor.chunks[0], whole.tensors[key].chunks[0].place
+        num_bytes = min(first.box.shape[-1] * tensor.dtype.itemsize, _COMPARE_BYTES)
+        beginning = shards.files.read(first.place.file, first.place.offset, num_bytes)
+        if whole.files.read(place.file, place.offset, num_bytes) != beginning:
+            raise UsageError(
+                "weights that are not those of the shards beside them",
+                name=key,
+                file=whole.files.folder,
+                found=f"other values than in {shards.files.folder}",
+                fix="One of the two is of another save: move away what is not meant",
+            )
 
 
 def _file_names(folder: Path) -> list[str]:
