@@ -11,12 +11,21 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
 from ..names import strip_wrappers
 
 __all__ = ["declared_aliases", "find_aliases", "unsaved_names"]
 
 _log = logging.getLogger("fsdp_export")
+
+# Kernels and backbones of the hub, which a model fetches as it is built, and code beside the weights.
+_FETCHES = re.compile(
+    r"auto_map|.*attn_implementation.*|.*experts_implementation.*|use_kernels|.*pretrained_backbone|quantization_config"
+)
+_COUNT = re.compile(r"(.*_)?(layers?|blocks|depth|experts)")
+_MORE_NAMES = 1000
+_CALLS_PER_NAME = 100
 
 
 def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str]:
@@ -61,10 +70,10 @@ def declared_aliases(config: Mapping[str, Any], names: Iterable[str]) -> dict[st
         Each name that is declared a copy, and the name it is a copy of, where the checkpoint has both. Empty for a
         class that transformers does not have.
     """
-    twin = _meta_twin(config)
+    present = set(names)
+    twin = _meta_twin(config, len(present))
     if twin is None:
         return {}
-    present = set(names)
     declared = find_aliases(twin.state_dict(keep_vars=True), twin)
     return {alias: kept for alias, kept in declared.items() if alias in present and kept in present}
 
@@ -110,26 +119,57 @@ def _kept(names: list[str], patterns: list[str]) -> str:
     return next(name for name in names if name not in declared)
 
 
-def _meta_twin(config: Mapping[str, Any]) -> nn.Module | None:
+def _meta_twin(config: Mapping[str, Any], num_names: int) -> nn.Module | None:
     """Build the model of a config without memory for its weights; None where transformers cannot."""
     try:
         import transformers
     except ImportError:
         return None
-    architectures = config.get("architectures") or [_generating_class(config.get("model_type"))]
-    model_class = getattr(transformers, str(architectures[0]).removeprefix("FSDP"), None)
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    class_name = first or _generating_class(config.get("model_type"))
+    model_class = getattr(transformers, str(class_name).removeprefix("FSDP"), None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         return None
     try:
         config_class: Any = model_class.config_class
-        live_config = config_class.from_dict(copy.deepcopy(dict(config)))
-        with torch.device("meta"):
+        live_config = config_class.from_dict(_harmless(config, num_names))
+        with torch.device("meta"), _Limit(_CALLS_PER_NAME * (num_names + _MORE_NAMES)):
             twin: nn.Module = model_class(live_config)
     except Exception as error:  # noqa: BLE001
         # A config of any age and origin may fail anywhere in its class; the price is one copy too many in the files.
         _log.warning("%s cannot be built from its config, so no weight counts as tied: %s", model_class.__name__, error)
         return None
     return twin
+
+
+class _Limit(TorchFunctionMode):
+    """Lets only so many functions of torch be called: a config may ask for a model without end."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self._num_calls = num_calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_calls -= 1
+        if self._num_calls < 0:
+            raise ValueError("a model with many more tensors than the checkpoint")
+        return func(*args, **(kwargs or {}))
+
+
+def _harmless(config: Mapping[str, Any], num_names: int) -> dict[str, Any]:
+    """Copy a config without what makes transformers fetch code or weights.
+
+    Raises:
+        ValueError: It counts more layers than a model with as many tensors can have.
+    """
+    copied: dict[str, Any] = {}
+    for key, value in config.items():
+        if _COUNT.fullmatch(str(key)) and isinstance(value, int) and value > num_names + _MORE_NAMES:
+            raise ValueError(f"{key} is {value:,}, and the checkpoint has {num_names:,} tensors")
+        if not _FETCHES.fullmatch(str(key)):
+            copied[key] = _harmless(value, num_names) if isinstance(value, dict) else copy.deepcopy(value)
+    return copied
 
 
 def _generating_class(model_type: object) -> str | None:
@@ -139,6 +179,6 @@ def _generating_class(model_type: object) -> str | None:
     # The causal one last: of a model with an encoder it is the decoder alone.
     for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
         names: Mapping[object, object] = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
-        if model_type in names:
+        if isinstance(model_type, str) and model_type in names:
             return str(names[model_type])
     return None

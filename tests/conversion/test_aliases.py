@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from fsdp_export.conversion import aliases
 from fsdp_export.conversion.aliases import declared_aliases, find_aliases
 
 SMALL: dict[str, Any] = {
@@ -165,6 +166,13 @@ def test_wrappers_do_not_hide_what_a_class_declares() -> None:
         pytest.param({"architectures": None, "model_type": "nobodys"}, {}, id="unknown-model-type"),
         pytest.param({"architectures": None, "model_type": None}, {}, id="no-model-type"),
         pytest.param({"num_attention_heads": "many"}, {}, id="config-that-no-class-takes"),
+        pytest.param({"num_hidden_layers": 10**9}, {}, id="layers-without-end"),
+        pytest.param({"architectures": 3, "model_type": ["gemma"]}, {}, id="architectures-and-type-that-are-none"),
+        pytest.param(
+            {"attn_implementation": "nobody/kernel", "_attn_implementation": "nobody/kernel"},
+            {"lm_head.weight": "model.embed_tokens.weight"},
+            id="kernel-of-the-hub",
+        ),
     ],
 )
 def test_declared_aliases_of_a_config(config: dict[str, object], expected: dict[str, str]) -> None:
@@ -187,6 +195,37 @@ def test_declared_aliases_are_those_of_which_both_names_exist() -> None:
     config = {"architectures": ["GemmaForCausalLM"], "head_dim": 8, **DECODER}
     assert declared_aliases(config, ["model.embed_tokens.weight"]) == {}
     assert declared_aliases(config, ["lm_head.weight"]) == {}
+
+
+def test_a_model_with_many_more_tensors_than_the_checkpoint_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    config = {"architectures": ["GemmaForCausalLM"], **DECODER, "num_hidden_layers": 1003}
+    assert declared_aliases(config, names) == {}
+    monkeypatch.setattr(aliases, "_MORE_NAMES", 4)
+    monkeypatch.setattr(aliases, "_CALLS_PER_NAME", 3)
+    assert declared_aliases({**config, "num_hidden_layers": 6}, names) == {}
+    assert [message.partition(": ")[2] for message in caplog.messages] == [
+        "num_hidden_layers is 1,003, and the checkpoint has 2 tensors",
+        "a model with many more tensors than the checkpoint",
+    ]
+
+
+def test_nothing_of_the_hub_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config may name a kernel in place of its attention, in any part of it, which transformers then fetches."""
+    asked: list[object] = []
+
+    def check(_model: object, implementation: object, *_arguments: object, **_options: object) -> str:
+        asked.append(implementation)
+        return "eager"
+
+    monkeypatch.setattr(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation", check)
+    kernel = {"attn_implementation": "nobody/kernel", "_attn_implementation_internal": "nobody/kernel"}
+    config = {**kernel, "architectures": ["GemmaForCausalLM"], "head_dim": 8, **DECODER}
+    assert declared_aliases(config, ["model.embed_tokens.weight", "lm_head.weight"])
+    assert asked
+    assert not set(asked) & set(kernel.values())
 
 
 def test_declared_aliases_leave_the_config_alone() -> None:
