@@ -92,6 +92,7 @@ def put_ranks(
     world_size: int,
     *,
     name: Callable[[int, int], str] = rank_file,
+    only: Sequence[int] | None = None,
     **options: Any,
 ) -> Path:
     """Save what every rank has, one after the other.
@@ -101,10 +102,11 @@ def put_ranks(
         state_dict: Makes what a rank saves; called with the rank while this process is it.
         world_size: Number of ranks.
         name: Names a rank's file.
+        only: The ranks whose files are wanted; None for all.
         **options: For `torch.save`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for rank in range(world_size):
+    for rank in range(world_size) if only is None else only:
         with as_rank(rank, world_size):
             torch.save(state_dict(rank), folder / name(rank, world_size), **options)
     return folder

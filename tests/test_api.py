@@ -70,7 +70,7 @@ def test_ranks_that_find_different_ties_all_say_so(tmp_path):
         rank = dist.get_rank()
         with pytest.MonkeyPatch.context() as patch:
             if rank:
-                patch.setattr("fsdp_export.opening.meta_twin", lambda _: None)
+                patch.setattr("fsdp_export.opening.meta_twin", lambda *_: None)
             with pytest.raises(DisagreementError) as caught:
                 open_checkpoint(tmp_path, ranks=(0, 1), rank=rank)
         return str(caught.value)
@@ -174,7 +174,7 @@ def test_a_tied_head_that_differs_is_written_and_the_config_says_so(run, model, 
 
 
 def test_without_a_config_no_model_is_built(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdp_export.opening.meta_twin", lambda _: pytest.fail("this imports transformers"))
+    monkeypatch.setattr("fsdp_export.opening.meta_twin", lambda *_: pytest.fail("this imports transformers"))
     flat = {EMBEDDING: model.state_dict()[EMBEDDING].flatten()}
     export_checkpoint(save(tmp_path / "step-1", flat), tmp_path / "out")
     assert_holds(tmp_path / "out", flat)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from ..errors import ExportError, NotFoundError, SourceError, UnsafeInputError, UsageError, listing
+from ..paths import is_file, is_folder
 from ..publish import MARKER
 from . import dcp, hf_files, rank_files, torch_file
 from .dcp import DcpSource
 from .hf_folder import HfFolderSource
 from .rank_files import RankFilesSource
 from .stored import StoredSource
-from .survey import MAX_DEPTH, Survey, entries, is_folder
+from .survey import MAX_DEPTH, Survey, entries
 from .torch_file import TorchFileSource
 
 __all__ = ["open_source"]
@@ -97,10 +98,10 @@ def open_source(
         UnsafeInputError: It names code.
     """
     open_as = partial(_open, prefix=prefix, ranks=ranks, rank=rank, device=device)
-    if path.is_file():
+    if is_file(path):
         kind = _layout_of([path.name]) or (_HUGGING_FACE if path.suffix == ".safetensors" else _TORCH_FILE)
         return open_as(path.parent if kind is _DCP else path, kind)
-    if not path.is_dir():
+    if not is_folder(path):
         raise NotFoundError(f"{path} does not exist", fix=_WAY_OUT)
     names = _file_names(path)
     layout = _layout_of(names)

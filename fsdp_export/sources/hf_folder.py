@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..paths import is_file, is_folder
 from ..spec import Box
 from .archive import DataFiles, Place
 from .dcp_model import ModelState, find_model, name_keys
@@ -33,6 +34,7 @@ _log = logging.getLogger("fsdp_export")
 _WHOLE_FOLDER = "consolidated"
 _SHARDS_FOLDER = "sharded"
 _COMPARE_BYTES = 4096
+_SAVE_OTHERWISE = "Save with torch's HuggingFaceStorageWriter, or whole tensors"
 _OTHER_SAVES = "The files are of different saves; use another step"
 
 
@@ -127,7 +129,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _choose(path: Path) -> _Weights:
     """Read the headers of a folder and, where ranks wrote shards, of the same tensors put together."""
-    if is_part(path.name) and path.is_file():
+    if is_part(path.name) and is_file(path):
         path = path.parent
     if holds_shards(_file_names(path)):
         shards_folder, whole_folder = path, path / _WHOLE_FOLDER
@@ -182,8 +184,12 @@ def _file_names(folder: Path) -> list[str]:
 def _read(path: Path) -> _Weights:
     """Read the headers of the weight files, and check that they fit together."""
     found = find_weights(path)
-    files = DataFiles(path if path.is_dir() else path.parent)
+    files = DataFiles(path if is_folder(path) else path.parent)
     headers = {name: read_header(files, name) for name in found.names}
+    for name, header in headers.items():
+        if header.starts is None and holds_shards([name]):
+            what = "a shard that does not say which part of its tensors it has"
+            raise SourceError(what, file=files.folder / name, fix=_SAVE_OTHERWISE)
     if found.index is not None:
         _check_index(files.folder, found, headers)
     pieces: dict[str, dict[str, Entry]] = {}
@@ -222,7 +228,7 @@ def _put_together(folder: Path, key: str, entries: Mapping[str, Entry], headers:
                 name=key,
                 file=folder,
                 found=listing(entries),
-                fix="Save with torch's HuggingFaceStorageWriter, or whole tensors",
+                fix=_SAVE_OTHERWISE,
             )
         starts[name] = known[key] if known is not None else (0,) * len(entry.shape)
     if len(dtypes) > 1 or len({len(start) for start in starts.values()}) > 1:

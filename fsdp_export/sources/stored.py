@@ -125,7 +125,7 @@ class StoredSource:
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Read rows of a tensor into new memory on the source's device; see `Source.rows`."""
         tensor = self._tensors[spec.name]
-        result = torch.empty((stop - first, *tensor.shape[1:]) if tensor.shape else (), dtype=tensor.dtype)
+        result = self._memory(tensor, stop - first)
         for chunk in tensor.chunks:
             begin, end = chunk.box.rows
             low, high = max(first, begin), min(stop, end)
@@ -156,6 +156,15 @@ class StoredSource:
         self._tensors = tensors
         sharding = Sharding.replicated(self.ranks)
         self.specs = tuple(TensorSpec(name, tensor.shape, tensor.dtype, sharding) for name, tensor in tensors.items())
+
+    def _memory(self, tensor: StoredTensor, num_rows: int) -> torch.Tensor:
+        shape = (num_rows, *tensor.shape[1:]) if tensor.shape else ()
+        try:
+            return torch.empty(shape, dtype=tensor.dtype)
+        except RuntimeError as error:
+            num_bytes = math.prod(shape) * tensor.dtype.itemsize
+            what = f"{num_rows:,} rows that do not fit into memory"
+            raise SourceError(what, name=tensor.key, file=self.folder, found=f"{num_bytes:,} bytes") from error
 
     def _read(self, tensor: StoredTensor, chunk: Chunk, first: int, target: torch.Tensor) -> None:
         files, stored = self._locate(tensor, chunk.box, chunk.place)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..paths import is_file, is_folder
 from ..spec import Box
 from ..table import summary
 from .archive import DataFiles
@@ -73,7 +74,7 @@ class TorchFileSource(StoredSource):
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        file = path / _choose(path) if path.is_dir() else path
+        file = path / _choose(path) if is_folder(path) else path
         self._files = DataFiles(file.parent)
         holders = self._open_indexed(file) if _INDEX.fullmatch(file.name) else self._open(file)
         entries = _Entries(file, list(holders), {key: state.paths[key] for key, state in holders.items()})
@@ -99,7 +100,7 @@ class TorchFileSource(StoredSource):
         """Return for every key of an index the file that has it."""
         index = read_index(index_file)
         names = sorted(set(index.values()))
-        missing = [name for name in names if not (index_file.parent / name).is_file()]
+        missing = [name for name in names if not is_file(index_file.parent / name)]
         if missing:
             found = f"{len(names) - len(missing):,} of {len(names):,} files, without {listing(missing)}"
             raise SourceError("missing files", file=index_file, found=found, fix="Copy the others here")

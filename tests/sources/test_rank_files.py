@@ -392,7 +392,7 @@ def test_only_the_wanted_rows_are_read(reads: list[int], tmp_path: Path) -> None
     assert sum(reads) < 4 * 5000
     reads.clear()
     assert_equal(source.rows(source.specs[0], 490, 510), full[490:510])
-    assert sum(reads) < 20 * 256 * 4 + 100
+    assert sum(reads) < 20 * 256 * 4 + 300
     reads.clear()
     source.rows(source.specs[0], 10, 13)
     assert sum(reads) == 3 * 256 * 4
@@ -476,6 +476,21 @@ def test_a_dtensor_that_makes_no_sense_is_refused(
         f"a DTensor that makes no sense for 'rows' in {tmp_path / rank_file(0, 4)}: found {found}. "
         "Copy the file here again, or use another step."
     )
+
+
+def test_a_mesh_of_no_ranks_is_refused(tmp_path: Path) -> None:
+    def no_ranks(mesh: Any) -> None:
+        mesh._flatten_rank_map = ()
+
+    def state_dict(_: int) -> dict[str, Any]:
+        mesh = on_mesh(2)
+        tensor = cut(FULL, mesh, [(0, 0)])
+        no_ranks(mesh)
+        return {"w": tensor}
+
+    put_ranks(tmp_path, state_dict, 2)
+    with pytest.raises(SourceError, match=r"a DTensor that makes no sense for 'w' .* found a mesh without its ranks"):
+        RankFilesSource(tmp_path)
 
 
 def flip(draw: random.Random, data: bytes) -> bytes:
