@@ -126,7 +126,7 @@ class Exporter:
             tuple(sorted(aliases.items())),
             self._untied or tuple(sorted(self._ties.broken.keys() - self._equal)),
             are_tied_by_hand=self._ties.are_undeclared,
-            order=tuple(names),
+            names=tuple(names),
             blocks=blocks,
         )
 

@@ -160,7 +160,8 @@ def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence
 def _hub_form(source: Source, sidecars: Sidecars, *, trust_remote_code: bool) -> HubForm | None:
     """Return the form that the model of a config has on the hub; None for a class that is not known."""
     folder = sidecars.config_file.parent if sidecars.config_file is not None else None
-    twin = meta_twin(sidecars.config or {}, code=folder if trust_remote_code else None)
+    code = folder if trust_remote_code else None
+    twin = meta_twin(sidecars.config or {}, len(source.specs), code=code)
     if twin is None:
         return None
     loaded = names_in(folder) if folder is not None else frozenset[str]()

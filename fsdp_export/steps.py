@@ -109,6 +109,8 @@ class Part:
 class Step:
     """Maps inputs to outputs, unit by unit.
 
+    Steps with inputs that are needed whole are converted one at a time.
+
     Attributes:
         by_unit: Inputs of which unit `i` needs row `i`.
         outputs: What it makes.
@@ -117,7 +119,7 @@ class Step:
         convert: Maps the rows of a range of units, followed by the inputs that are needed whole, and the first unit,
             to pieces.
         whole: Inputs of which every unit needs all.
-        parts: Where every output is rows of the only input, bytes and all: which. Else empty.
+        parts: Where every output is rows of the only input, or the same of each: which. Else empty.
         is_unitwise: Whether every output needs no more than one unit, so that it comes whole with that.
     """
 
@@ -139,6 +141,12 @@ class Step:
     def num_bytes(self) -> int:
         """Bytes of all outputs."""
         return sum(output.num_bytes for output in self.outputs)
+
+    @property
+    def keeps_bytes(self) -> bool:
+        """Whether the outputs are rows of the only input, byte for byte."""
+        are_rows = bool(self.parts) and all(part.inner is None for part in self.parts)
+        return are_rows and self.outputs[0].dtype == self.by_unit[0].dtype
 
     @property
     def unit_bytes(self) -> int:
@@ -192,20 +200,16 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
                 yield Piece(part.info, first_row, _shaped(mine, part).to(dtype).contiguous())
 
     narrows = dtype.itemsize < spec.dtype.itemsize
-    return Step(
-        (spec,),
-        outputs,
-        spec.num_rows,
-        dtype if narrows else None,
-        convert,
-        parts=parts if dtype == spec.dtype and all(part.inner is None for part in parts) else (),
-        is_unitwise=all(part.rows[1] - part.rows[0] == 1 for part in parts),
-    )
+    is_unitwise = all(stop - first == 1 for first, stop in (part.rows for part in parts))
+    read_dtype = dtype if narrows else None
+    return Step((spec,), outputs, spec.num_rows, read_dtype, convert, parts=parts, is_unitwise=is_unitwise)
 
 
 def _shaped(rows: torch.Tensor, part: Part) -> torch.Tensor:
     """Give rows of an input, or what the output has of each, the shape that they have in the output."""
     num_rows, shape = part.rows[1] - part.rows[0], part.info.shape
+    if not rows.dim():
+        return rows.reshape(shape)
     has_rows = shape[:1] == (num_rows,) and (part.inner is None or len(part.inner[1]) < len(shape))
     if part.inner is not None:
         offset, strides = part.inner

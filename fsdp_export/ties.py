@@ -6,6 +6,7 @@ was never tied. As long as these are equal they count as one; else both are expo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from .conversion.aliases import declared_aliases, find_aliases, output_embeddings, own_ties
+from .conversion.live_twin import pretrained_twins
 from .conversion.transformers import HubForm
-from .conversion.twin import pretrained_twins
+from .errors import DisagreementError
 from .fence import Operation
 from .sources.base import Source
 from .sources.live import named_tensors
@@ -58,7 +60,11 @@ def live_ties(model: nn.Module) -> LiveTies:
 
 
 def equal_ties(source: Source, ties: LiveTies, operation: Operation) -> dict[str, str]:
-    """Return the broken ties of which both parameters have the same values. Collective."""
+    """Return the broken ties of which both parameters have the same values. Collective.
+
+    Raises:
+        DisagreementError: The ranks' configs, or their versions of transformers, declare different ties.
+    """
     specs = {spec.name: spec for spec in source.specs}
     equal = []
     for alias, kept in ties.broken.items():
@@ -67,21 +73,46 @@ def equal_ties(source: Source, ties: LiveTies, operation: Operation) -> dict[str
         is_alike = (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
         rows = one.sharding.box(one.shape, source.rank).rows
         equal.append(is_alike and _same_bytes(source.rows(one, *rows), source.rows(other, *rows)))
-    everyones = operation.agree("".join("01"[is_equal] for is_equal in equal))
-    cards = zip(ties.broken.items(), zip(*everyones, strict=True), strict=True)
-    return {alias: kept for (alias, kept), answers in cards if "0" not in answers}
+    differing = _differing(ties.broken, equal, source, operation)
+    return {alias: kept for alias, kept in ties.broken.items() if alias not in differing}
 
 
 def tied_names(
     source: Source, origins: Mapping[str, TensorSpec | None], hub: HubForm | None, operation: Operation
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
+    """Find the names under which a checkpoint stores a tied tensor once more. Collective; each rank compares a part.
+
+    Args:
+        source: The checkpoint.
+        origins: The names that can be exported, and the tensors that they are; None for what is made of others.
+        hub: The form of its config's model, which declares ties; None if there is none.
+        operation: The fence's operation.
+
+    Returns:
+        Each name to leave out with the name that stands for it, and the names that should be tied and differ.
+
+    Raises:
+        DisagreementError: The ranks' configs, or their versions of transformers, declare different ties.
+        SourceError: The tensors cannot be read.
+    """
     declared = declared_aliases(hub.twin, origins, hub.renamed) if hub is not None else {}
     part, parts = source.ranks.index(source.rank), len(source.ranks)
     equal = [_are_equal(source, origins[alias], origins[kept], part, parts) for alias, kept in declared.items()]
-    everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []
-    differing = {alias for alias, *cards in zip(declared, *everyones, strict=True) if "0" in cards}
+    differing = _differing(declared, equal, source, operation)
     return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
+
+
+def _differing(declared: Mapping[str, str], equal: list[bool], source: Source, operation: Operation) -> set[str]:
+    """Return the ties that differ in the part of some rank."""
+    everyones = operation.agree(json.dumps([list(declared.items()), equal]))
+    ties, verdicts = zip(*map(json.loads, everyones), strict=True)
+    if any(theirs != ties[0] for theirs in ties):
+        raise DisagreementError(
+            "the ranks find different tied weights",
+            found="; ".join(f"rank {rank}: {dict(theirs)}" for rank, theirs in zip(source.ranks, ties, strict=True)),
+            fix="Use the same transformers and the same --base-model on every host",
+        )
+    return {alias for alias, *theirs in zip(declared, *verdicts, strict=True) if not all(theirs)}
 
 
 def _are_equal(source: Source, one: TensorSpec | None, other: TensorSpec | None, part: int, parts: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import PlanError, listing
+from ..errors import ExportError, PlanError, listing
 from ..spec import TensorInfo, TensorSpec
 from ..steps import Part
 from .views import Layout, View, dense_strides, last_element
@@ -52,7 +52,7 @@ class Traced:
             return None
         spec, shape, strides = self.inputs[0], self.info.shape, self.view.strides
         row_numel, numel = math.prod(spec.shape[1:]), math.prod(shape)
-        if not row_numel or not numel:
+        if not numel:
             return Part(self.info, (0, spec.num_rows)) if shape == spec.shape else None
         first, offset = divmod(self.view.offset, row_numel)
         if offset == 0 and numel % row_numel == 0 and strides == dense_strides(shape, strides):
@@ -76,11 +76,15 @@ def trace(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Traced]:
         Its outputs, in their order.
 
     Raises:
-        PlanError: The conversion fails, depends on values, or returns what is no dict of tensors.
+        PlanError: The conversion fails, depends on values, changes what it is given, makes a tensor of none, or returns
+            what is no dict of tensors.
     """
     inputs = meta_tensors(specs)
     with _Following(inputs) as following:
         outputs = checked(lambda: convert(dict(inputs)))
+    if changed := following.changed:
+        fix = "Let it make new tensors: these are the ones that training goes on with"
+        raise PlanError("the conversion changes tensors in place", found=listing(changed), fix=fix)
     by_name = {spec.name: spec for spec in specs}
     order = {name: position for position, name in enumerate(inputs)}
     traced = []
@@ -103,17 +107,25 @@ def meta_tensors(specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
     return {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
 
 
-def checked(call: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def checked(
+    call: Callable[[], Mapping[str, torch.Tensor]], on: str = "on tensors without values"
+) -> dict[str, torch.Tensor]:
     """Call a conversion and look at what it returns.
+
+    Args:
+        call: Calls it.
+        on: What it was given, for the message.
 
     Raises:
         PlanError: It fails, or returns anything but tensors by their names.
     """
     try:
         outputs = call()
+    except ExportError:
+        raise
     except Exception as error:
         raise PlanError(
-            "the conversion fails on tensors without values",
+            f"the conversion fails {on}",
             found=f"{type(error).__name__}: {error}",
             fix="It must fit the checkpoint's names and shapes, and not look at values",
         ) from error
@@ -140,15 +152,20 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         inputs: The inputs by name.
+
+    Attributes:
+        changed: Names of inputs that were written to.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins = {_storage(tensor): frozenset({name}) for name, tensor in inputs.items()}
+        self._inputs = {_storage(tensor): name for name, tensor in inputs.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in inputs.items()}
         self._layouts = {
             _storage(tensor): Layout.of_itself(name, tensor.numel()) for name, tensor in inputs.items()
         }  # of storages that hold elements of an input and nothing else
+        self.changed: list[str] = []
         self._alive: list[Any] = []  # the number of a storage that was freed is given to another one
 
     def origins(self, tensor: torch.Tensor) -> frozenset[str]:
@@ -166,13 +183,12 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, and note what its results are made of."""
         result = func(*args, **(kwargs or {}))
         given = _tensors((args, kwargs))
-        mutated = [
-            tensor
-            for argument, value in zip(func._schema.arguments, args, strict=False)  # noqa: SLF001  its only description
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(value)
-        ]
+        arguments = func._schema.arguments  # noqa: SLF001  the only description of an operation
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | (kwargs or {})
+        written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+        mutated = _tensors([value for name, value in values.items() if name in written])
         origins = frozenset[str]().union(*map(self.origins, given))
+        self.changed += [self._inputs[key] for key in map(_storage, mutated) if key in self._inputs]
         for tensor in mutated:
             self._layouts.pop(_storage(tensor), None)
         if func is torch.ops.aten.clone.default and self.view(given[0]) is not None:

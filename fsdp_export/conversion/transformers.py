@@ -22,8 +22,8 @@ from torch import nn
 from ..errors import PlanError, listing
 from ..spec import Sharding, TensorSpec
 from .cut import Conversion
+from .live_twin import pretrained_twins
 from .trace import ConvertDict, Traced, checked, trace
-from .twin import pretrained_twins
 
 __all__ = ["HubConversion", "HubForm", "convert_live", "convert_stored"]
 
@@ -60,9 +60,11 @@ class HubConversion(Conversion):
         try:
             super().__init__(convert, specs)
         except PlanError as error:
+            if error.__cause__ is None:
+                raise
             names = _culprits(convert, specs)
             what = f"tensors that {class_name} cannot turn back into those of the hub"
-            cause = error.__cause__ or error
+            cause = error.__cause__
             fix = "Export all tensors of a group, or give an adapter that converts them"
             raise PlanError(what, name=None, file=folder, found=f"{listing(names)}: {cause}", fix=fix) from error
         if self.unused:

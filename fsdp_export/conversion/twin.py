@@ -1,9 +1,9 @@
-"""Twins, which are models without values: of a checkpoint what its config describes, of a module its classes."""
+"""The twin of a checkpoint: the model that its config describes, on the meta device, so without values."""
 
 from __future__ import annotations
 
 import logging
-import sys
+import re
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,18 +11,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
 
-from ..names import strip_wrappers
-from ..sidecars.live_config import model_class
-from .aliases import clean_modules
-
-__all__ = ["has_custom_code", "meta_twin", "pretrained_twins"]
+__all__ = ["has_custom_code", "meta_twin"]
 
 _log = logging.getLogger("fsdp_export")
 
+# Kernels and backbones of the hub, which a model fetches as it is built.
+_FETCHES = re.compile(r".*_implementation(_.*)?|use_kernels|kernel_config|.*pretrained_backbone|quantization_config")
+_COUNT = re.compile(r"(.*_)?(layers?|blocks|depth|experts)")
+_MORE_NAMES = 1000
+_CALLS_PER_NAME = 100
 
-def meta_twin(config: Mapping[str, Any], *, code: Path | None = None, warns: bool = True) -> nn.Module | None:
+
+def meta_twin(
+    config: Mapping[str, Any], num_names: int = 0, *, code: Path | None = None, warns: bool = True
+) -> nn.Module | None:
     """Build the model of a config without memory for its weights; ties, and defaults of its class, count.
 
     The class is the one that `architectures` names. A config that was built in code names none; the generating class
@@ -30,6 +34,7 @@ def meta_twin(config: Mapping[str, Any], *, code: Path | None = None, warns: boo
 
     Args:
         config: A parsed `config.json`.
+        num_names: Number of tensors of the checkpoint; a model with many more is not built.
         code: The folder of code that `auto_map` names, which is run; None to leave it alone.
         warns: Whether to warn of a config that its class does not take.
 
@@ -40,18 +45,19 @@ def meta_twin(config: Mapping[str, Any], *, code: Path | None = None, warns: boo
         import transformers
     except ImportError:
         return None
-    architectures = config.get("architectures") or [_generating_class(config.get("model_type"))]
-    class_name = str(architectures[0]).removeprefix("FSDP")
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    class_name = str(first or _generating_class(config.get("model_type"))).removeprefix("FSDP")
     try:
         model_class, config_class = _custom_classes(config, class_name, code) if code is not None else (None, None)
         model_class = model_class or getattr(transformers, class_name, None)
         if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             return None
-        return _build(model_class, config_class or model_class.config_class, config)
+        return _build(model_class, config_class or model_class.config_class, config, num_names)
     except Exception as error:  # noqa: BLE001
         # A config of any age and origin may fail anywhere in its class; the price is that names and ties stay.
         if warns:
-            what = "cannot be built from its config, so no weight counts as tied, no shape is compared and names stay"
+            what = "cannot be built from its config, so names stay, no weight counts as tied and no shape is compared"
             _log.warning("%s %s: %s", class_name, what, error)
         return None
 
@@ -62,67 +68,10 @@ def has_custom_code(config: Mapping[str, Any]) -> bool:
     return isinstance(auto_map, dict) and any(key.startswith("AutoModel") for key in auto_map)
 
 
-def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return a twin of every model of transformers in a module that is not part of another one.
-
-    Its modules have the classes of before `fully_shard`, no wrappers around them, and the attributes of those that
-    they are twins of. None of them is initialized, and no code of a model is run.
-
-    Args:
-        model: The module, wrapped or not.
-
-    Returns:
-        Pairs of a name, without wrapper segments and with a trailing dot unless it is empty, and a twin. Nothing where
-        transformers was not imported, since then there are no such models.
-    """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None:
-        return []
-    twins: list[tuple[str, nn.Module]] = []
-    for name, module in clean_modules(model):
-        is_inner = any(name.startswith(path) for path, _ in twins)
-        if isinstance(module, modeling.PreTrainedModel) and not is_inner:
-            twins.append((name, _twin_of(module, {})))
-    return twins
-
-
-def _twin_of(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """Copy a tree of modules without values, as it was before wrappers and `fully_shard`; no tensor of it is tied."""
-    module = _unwrapped(module)
-    if id(module) in made:
-        return made[id(module)]
-    twin: nn.Module = object.__new__(model_class(module))
-    nn.Module.__init__(twin)
-    made[id(module)] = twin
-    # Not by `setattr`, of which a class may have its own idea.
-    parts = vars(twin)
-    parts.update({name: value for name, value in vars(module).items() if name not in parts})
-    parts["_modules"].update({name: child and _twin_of(child, made) for name, child in module._modules.items()})  # noqa: SLF001
-    for kind in ("_parameters", "_buffers"):
-        for name, tensor in vars(module)[kind].items():
-            parts[kind][name] = None if tensor is None else _on_meta(tensor)
-    return twin
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    value = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
-    return nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
-
-
-def _unwrapped(module: nn.Module) -> nn.Module:
-    """Return what DDP, `torch.compile` and checkpointing wrap."""
-    while True:
-        children = [(name, child) for name, child in module._modules.items() if child is not None]  # noqa: SLF001
-        if len(children) != 1 or strip_wrappers(
-            f"{children[0][0]}.", [""] * isinstance(module, DistributedDataParallel)
-        ):
-            return module
-        module = children[0][1]
-
-
-def _build(model_class: Any, config_class: Any, config: Mapping[str, Any]) -> nn.Module:
-    live_config = config_class.from_dict(_decoded(config))
-    with torch.device("meta"), _without_initialization():
+def _build(model_class: Any, config_class: Any, config: Mapping[str, Any], num_names: int) -> nn.Module:
+    live_config = config_class.from_dict(_harmless(config, num_names))
+    limit = _Limit(_CALLS_PER_NAME * (num_names + _MORE_NAMES))
+    with torch.device("meta"), limit, _without_initialization():
         twin: Any = model_class(live_config)
     twin.tie_weights()
     return twin  # type: ignore[no-any-return]
@@ -142,12 +91,38 @@ def _custom_classes(config: Mapping[str, Any], class_name: str, code: Path) -> t
     return model_class, config_class
 
 
-def _decoded(value: Any) -> Any:
-    """Copy JSON values, with numbers that JSON has not: transformers 5 writes these as `{"__float__": "Infinity"}`."""
-    if isinstance(value, Mapping):
-        is_number = value.keys() == {"__float__"}
-        return float(value["__float__"]) if is_number else {key: _decoded(item) for key, item in value.items()}
-    return [_decoded(item) for item in value] if isinstance(value, list) else value
+def _harmless(value: Any, num_names: int) -> Any:
+    """Copy a config without what makes transformers fetch code or weights.
+
+    Numbers that JSON has not get their value back: transformers 5 writes them as `{"__float__": "Infinity"}`.
+
+    Raises:
+        ValueError: It counts more layers than a model with as many tensors can have.
+    """
+    if isinstance(value, list):
+        return [_harmless(item, num_names) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    for key, count in value.items():
+        if _COUNT.fullmatch(str(key)) and isinstance(count, int) and count > num_names + _MORE_NAMES:
+            raise ValueError(f"{key} is {count:,}, and the checkpoint has {num_names:,} tensors")
+    return {key: _harmless(item, num_names) for key, item in value.items() if not _FETCHES.fullmatch(str(key))}
+
+
+class _Limit(TorchFunctionMode):
+    """Lets only so many functions of torch be called: a config may ask for a model without end."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self._num_calls = num_calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_calls -= 1
+        if self._num_calls < 0:
+            raise ValueError("a model with many more tensors than the checkpoint")
+        return func(*args, **(kwargs or {}))
 
 
 def _without_initialization() -> AbstractContextManager[None]:
@@ -168,6 +143,6 @@ def _generating_class(model_type: object) -> str | None:
     # The causal one last: of a model with an encoder it is the decoder alone.
     for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
         names: Mapping[object, object] = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
-        if model_type in names:
+        if isinstance(model_type, str) and model_type in names:
             return str(names[model_type])
     return None

@@ -216,7 +216,8 @@ def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
 
 
 def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:
-    num_parameters = sum(math.prod(spec.shape) for step in plan.steps for spec in step.inputs if not spec.is_buffer)
+    inputs = {spec for step in plan.steps for spec in step.inputs}
+    num_parameters = sum(math.prod(spec.shape) for spec in inputs if not spec.is_buffer)
     return {
         "metadata": {"total_parameters": num_parameters, "total_size": plan.num_bytes},
         "weight_map": {name: layout.name for layout in layouts for name in layout.offsets},

@@ -24,8 +24,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers.utils import logging
 
 from fsdp_export import Exporter, export_checkpoint, gather
+from fsdp_export.conversion.live_twin import pretrained_twins
 from fsdp_export.conversion.transformers import HubForm, convert_stored
-from fsdp_export.conversion.twin import meta_twin, pretrained_twins
+from fsdp_export.conversion.twin import meta_twin
 from fsdp_export.errors import PlanError
 from fsdp_export.opening import open_checkpoint
 from fsdp_export.sinks.base import MemorySink, Sink

@@ -10,6 +10,7 @@ import pytest
 import transformers
 from torch import nn
 
+from fsdp_export.conversion import twin as twin_module
 from fsdp_export.conversion.twin import meta_twin
 
 LLAMA: dict[str, Any] = {
@@ -53,7 +54,7 @@ def test_a_config_that_its_class_does_not_take(warns, caplog):
     config = {"architectures": ["LlamaForCausalLM"], "hidden_size": "wide"}
     with caplog.at_level(logging.WARNING, "fsdp_export"):
         assert meta_twin(config, warns=warns) is None
-    expected = "LlamaForCausalLM cannot be built from its config, so no weight counts as tied, no shape is compared and"
+    expected = "LlamaForCausalLM cannot be built from its config, so names stay, no weight counts as tied and no shape"
     assert [message.startswith(expected) for message in caplog.messages] == [True] * warns
 
 
@@ -63,3 +64,34 @@ def test_numbers_that_json_has_not():
     limit = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
     twin: Any = meta_twin({"architectures": ["Mamba2ForCausalLM"], "vocab_size": 32, **sizes, **limit})
     assert list(twin.config.time_step_limit) == [0.0, float("inf")]
+
+
+CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "use_kernels")
+
+
+@pytest.mark.parametrize("key", CODE)
+def test_implementations_that_a_config_names_are_not_looked_for(key, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("code of a repository would be loaded")
+
+    from transformers.integrations import hub_kernels
+
+    for name in dir(hub_kernels):
+        if name.startswith(("load", "get_kernel", "register")) and callable(getattr(hub_kernels, name)):
+            monkeypatch.setattr(hub_kernels, name, fail)
+    code = {key: "someone/kernels"}
+    twin: Any = meta_twin({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **LLAMA, **code})
+    assert twin is not None
+    assert "someone" not in str(vars(twin.config))
+
+
+def test_a_model_with_many_more_tensors_than_the_checkpoint_is_not_built(monkeypatch, caplog):
+    config = {"architectures": ["LlamaForCausalLM"], **LLAMA}
+    assert meta_twin({**config, "num_hidden_layers": 1003}, 2) is None
+    monkeypatch.setattr(twin_module, "_MORE_NAMES", 4)
+    monkeypatch.setattr(twin_module, "_CALLS_PER_NAME", 3)
+    assert meta_twin({**config, "num_hidden_layers": 6}, 2) is None
+    assert [message.rpartition("compared: ")[2] for message in caplog.messages] == [
+        "num_hidden_layers is 1,003, and the checkpoint has 2 tensors",
+        "a model with many more tensors than the checkpoint",
+    ]

@@ -1,0 +1,73 @@
+"""The twin of a live module: its classes and its tree, without wrappers and without values."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..names import strip_wrappers
+from ..sidecars.live_config import model_class
+from .aliases import clean_modules
+
+__all__ = ["pretrained_twins"]
+
+
+def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return a twin of every model of transformers in a module that is not part of another one.
+
+    Its modules have the classes of before `fully_shard`, no wrappers around them, and the attributes of those that
+    they are twins of. None of them is initialized, and no code of a model is run.
+
+    Args:
+        model: The module, wrapped or not.
+
+    Returns:
+        Pairs of a name, without wrapper segments and with a trailing dot unless it is empty, and a twin. Nothing where
+        transformers was not imported, since then there are no such models.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return []
+    twins: list[tuple[str, nn.Module]] = []
+    for name, module in clean_modules(model):
+        is_inner = any(name.startswith(path) for path, _ in twins)
+        if isinstance(module, modeling.PreTrainedModel) and not is_inner:
+            twins.append((name, _twin_of(module, {})))
+    return twins
+
+
+def _twin_of(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+    """Copy a tree of modules without values, as it was before wrappers and `fully_shard`; no tensor of it is tied."""
+    module = _unwrapped(module)
+    if id(module) in made:
+        return made[id(module)]
+    twin: nn.Module = object.__new__(model_class(module))
+    nn.Module.__init__(twin)
+    made[id(module)] = twin
+    # Not by `setattr`, of which a class may have its own idea.
+    parts = vars(twin)
+    parts.update({name: value for name, value in vars(module).items() if name not in parts})
+    parts["_modules"].update({name: child and _twin_of(child, made) for name, child in module._modules.items()})  # noqa: SLF001
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in vars(module)[kind].items():
+            parts[kind][name] = None if tensor is None else _on_meta(tensor)
+    return twin
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    value = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+    return nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    """Return what DDP, `torch.compile` and checkpointing wrap."""
+    while True:
+        children = [(name, child) for name, child in module._modules.items() if child is not None]  # noqa: SLF001
+        if len(children) != 1 or strip_wrappers(
+            f"{children[0][0]}.", [""] * isinstance(module, DistributedDataParallel)
+        ):
+            return module
+        module = children[0][1]
