@@ -143,7 +143,9 @@ class Exporter:
         return convert_live(self._model, self._specs) if isinstance(self._model, nn.Module) else None
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor whole, as `(name, tensor)`, in plan order, on the device.
+        """Yield every tensor whole, as `(name, tensor)`, in the order of the plan's steps, on the device.
+
+        The experts of a fused tensor come a bucket at a time, and never all of it is held.
 
         Collective: every rank must drain this, and ranks with several exporters must use them in the same order. A
         rank that leaves early ends it: the others raise. The tensors belong to the consumer. Peak device memory: two

@@ -213,6 +213,26 @@ def test_device_memory_is_bounded_by_buckets():
     assert torch.cuda.max_memory_allocated() - before <= 5 * max(bucket_bytes, largest)
 
 
+def test_device_memory_is_bounded_by_buckets_of_experts():
+    """The fused tensor of all experts is ten times as large as a bucket: verl#6691."""
+    pytest.importorskip("transformers.core_model_loading")
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 128, "num_experts_per_tok": 2}
+    others = {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 8}
+    model: Any = transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **others)).cuda()
+    fully_shard(model, mesh=init_device_mesh("cuda", (dist.get_world_size(),)))
+    fused = model.model.layers[0].mlp.experts.gate_up_proj
+    bucket_bytes = fused.numel() * fused.element_size() // 10
+    exporter = Exporter(model, bucket_bytes=bucket_bytes)
+    assert exporter.plan.num_bytes > 20 * bucket_bytes
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    names = [name for name, _ in exporter.tensors()]
+    assert sum(".experts." in name for name in names) == 2 * 3 * 128
+    assert torch.cuda.max_memory_allocated() - before <= 4 * bucket_bytes
+
+
 def test_plain_tensors_that_differ(folder):
     model = nn.Linear(4, 4).cuda()
     with torch.no_grad():

@@ -28,8 +28,8 @@ class Sink:
 
     Attributes:
         delivery: `"once"`: every row of every tensor is written on exactly one rank, in any order (a rank writes what
-            it holds, so nothing is gathered that need not be). `"everyone"`: every tensor is written whole, in plan
-            order, on every rank, on the device.
+            it holds, so nothing is gathered that need not be). `"everyone"`: every tensor is written whole, in the
+            same order on every rank, on the device.
         is_concurrent: Whether `write` and `copy` may be called from several threads at once.
         wants_aliases: With `"everyone"`: whether a tied tensor is written once more under each of its other names,
             which `plan.aliases` has, right after that of `plan.outputs`.

@@ -70,6 +70,18 @@ def test_a_generated_config_keeps_base_and_scaling_of_rope_in_both_spellings(tmp
     )
 
 
+def test_a_field_that_a_class_writes_under_another_name_stands_under_its_own_too() -> None:
+    """Transformers 5 writes `num_local_experts`, and transformers 4 then takes 128 for the number of experts."""
+    live = transformers.Qwen3MoeConfig(num_experts=4)
+    config = json.loads(generate(live, "Qwen3MoeForCausalLM", torch.float32))
+    assert config["num_experts"] == 4
+    assert config.keys() - json.loads(live.to_json_string()).keys() <= LEGACY | {
+        "num_experts",
+        "dtype",
+        "architectures",
+    }
+
+
 def test_infinities_survive() -> None:
     live: Any = transformers.Mamba2Config(num_heads=2, head_dim=16, hidden_size=16)
     limit = json.loads(generate(live, "Mamba2Model", torch.float32))["time_step_limit"]
