@@ -204,7 +204,8 @@ def _line(step: Step) -> str:
         f" mesh={spec.sharding.mesh.shape} ranks={_digest(str(spec.sharding.mesh.ranks))} cuts={spec.sharding.cuts}"
         for spec in step.inputs
     )
-    rows_of = {part.info.name: f" of rows {part.rows}" for part in step.parts}
+    everything = (0, step.num_units)
+    rows_of = {part.info.name: f" of rows {part.rows}" for part in step.parts if part.rows != everything}
     outputs = (f"{info.name} {list(info.shape)} {info.dtype}{rows_of.get(info.name, '')}" for info in step.outputs)
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
