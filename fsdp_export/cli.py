@@ -207,6 +207,10 @@ def _show_plan(checkpoint: OpenedCheckpoint, say: Callable[[str], None], choices
     from .table import dtype_name, plan_table
 
     outputs, files = checkpoint.exporter.plan.outputs, checkpoint.files(**choices)
+    lacks = checkpoint.sidecars.missing if choices["format"] != "safetensors" else ()
+    missing = [f"not written: {what}" for what in lacks]
+    for note in missing:
+        say(note)
     say(plan_table(outputs, files))
     file_of = {name: file.name for file in files for name in file.offsets}
     tensors = [
@@ -220,7 +224,8 @@ def _show_plan(checkpoint: OpenedCheckpoint, say: Callable[[str], None], choices
         for output in outputs
     ]
     sizes = {file.name: file.num_bytes for file in files}
-    return {**_json_of_source(checkpoint), "notes": checkpoint.notes, "files": sizes, "tensors": tensors}
+    notes = [*checkpoint.notes, *missing]
+    return {**_json_of_source(checkpoint), "notes": notes, "files": sizes, "tensors": tensors}
 
 
 def _json_of_source(checkpoint: OpenedCheckpoint) -> dict[str, Any]:

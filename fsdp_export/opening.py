@@ -17,7 +17,7 @@ from .conversion.adapter import conversion_of, load_adapter
 from .conversion.cut import Conversion
 from .conversion.shapes import compare_with_config
 from .conversion.transformers import HubConversion, HubForm, convert_stored
-from .conversion.twin import has_custom_code, meta_twin
+from .conversion.twin import class_name, has_custom_code, meta_twin
 from .dtypes import DtypePolicy
 from .errors import UsageError, listing
 from .exporter import Exporter
@@ -96,7 +96,8 @@ def open_checkpoint(
             aliases=aliases,
             untied=untied,
         )
-        heeds_config = bool(policy.only_narrow or aliases or untied)
+        is_converted = isinstance(conversion, HubConversion) and conversion.num_converted != (0, 0)
+        heeds_config = bool(policy.only_narrow or aliases or untied or is_converted)
         notes += [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
         notes += _conversion_notes(conversion, hub, config, is_lora=is_lora)
@@ -194,7 +195,7 @@ def _conversion_notes(
         return []
     if find_spec("transformers") is None:
         return ["transformers is not installed, so names stay as they are"]
-    name = (config.get("architectures") or [config.get("model_type")])[0]
+    name = class_name(config) or config.get("model_type")
     way_out = " (--trust-remote-code runs the code that the config names)" if has_custom_code(config) else ""
     return [f"transformers has no class {name} that takes this config, so names stay as they are{way_out}"]
 

@@ -215,7 +215,12 @@ def _line(step: Step) -> str:
         f" mesh={spec.sharding.mesh.shape} ranks={_digest(str(spec.sharding.mesh.ranks))} cuts={spec.sharding.cuts}"
         for spec in step.inputs
     )
-    rows_of = {part.info.name: f" of rows {part.rows} {part.inner or ''}" for part in step.parts}
+    everything = (0, step.num_units)
+    rows_of = {
+        part.info.name: f" of rows {part.rows}" + (f" at {part.inner}" if part.inner is not None else "")
+        for part in step.parts
+        if part.rows != everything or part.inner is not None
+    }
     outputs = (f"{info.name} {list(info.shape)} {info.dtype}{rows_of.get(info.name, '')}" for info in step.outputs)
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 

@@ -44,7 +44,8 @@ def _twin_of(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     module = _unwrapped(module)
     if id(module) in made:
         return made[id(module)]
-    twin: nn.Module = object.__new__(model_class(module))
+    is_script = isinstance(module, torch.jit.ScriptModule)  # has no class of its own
+    twin: nn.Module = object.__new__(nn.Module if is_script else model_class(module))
     nn.Module.__init__(twin)
     made[id(module)] = twin
     # Not by `setattr`, of which a class may have its own idea.
@@ -52,7 +53,7 @@ def _twin_of(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     parts.update({name: value for name, value in vars(module).items() if name not in parts})
     parts["_modules"].update({name: child and _twin_of(child, made) for name, child in module._modules.items()})  # noqa: SLF001
     for kind in ("_parameters", "_buffers"):
-        for name, tensor in vars(module)[kind].items():
+        for name, tensor in getattr(module, kind).items():
             parts[kind][name] = None if tensor is None else _on_meta(tensor)
     return twin
 

@@ -93,12 +93,15 @@ def _notes_on_names(
     written = [output.name for output in outputs]
     all_names = {*names, *written}
     if any(segment.startswith("lora_") for name in written for segment in name.split(".")):
-        return []
+        return [f"LoRA is not merged: {class_name} will not load these names; call merge_and_unload() before saving"]
     missing, unknown = known.missing(all_names), known.unknown(written)
-    if all(known.find(name) is None for name in all_names):
+    num_known = sum(known.find(name) is not None for name in all_names)
+    if num_known * 2 < len(all_names):
         way_out = "--adapter converts names, and --prefix leaves out how they begin"
-        facts = f"found {listing(written, 2)}, expected {listing(missing, 2)}"
-        return [f"none of the names is one of {class_name}: {facts}; {way_out}"]
+        facts = f"found {listing(unknown, 2)}, expected {listing(missing, 2)}"
+        how_many = "none" if not num_known else f"only {num_known:,} of {len(all_names):,}"
+        verb = "is one" if num_known < 2 else "are ones"  # noqa: PLR2004 - one
+        return [f"{how_many} of the names {verb} of {class_name}: {facts}; {way_out}"]
     notes = [f"{class_name} has {_count(missing)} that the checkpoint lacks: {listing(missing)}"] if missing else []
     if unknown:
         notes.append(f"{class_name} does not know {_count(unknown)} of the checkpoint: {listing(unknown)}")

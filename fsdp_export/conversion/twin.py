@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["has_custom_code", "meta_twin"]
+__all__ = ["class_name", "has_custom_code", "meta_twin"]
 
 _log = logging.getLogger("fsdp_export")
 
@@ -45,12 +45,10 @@ def meta_twin(
         import transformers
     except ImportError:
         return None
-    architectures = config.get("architectures")
-    first = architectures[0] if isinstance(architectures, list) and architectures else None
-    class_name = str(first or _generating_class(config.get("model_type"))).removeprefix("FSDP")
+    name = class_name(config) or str(_generating_class(config.get("model_type")))
     try:
-        model_class, config_class = _custom_classes(config, class_name, code) if code is not None else (None, None)
-        model_class = model_class or getattr(transformers, class_name, None)
+        model_class, config_class = _custom_classes(config, name, code) if code is not None else (None, None)
+        model_class = model_class or getattr(transformers, name, None)
         if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
             return None
         return _build(model_class, config_class or model_class.config_class, config, num_names)
@@ -58,8 +56,15 @@ def meta_twin(
         # A config of any age and origin may fail anywhere in its class; the price is that names and ties stay.
         if warns:
             what = "cannot be built from its config, so names stay, no weight counts as tied and no shape is compared"
-            _log.warning("%s %s: %s", class_name, what, error)
+            _log.warning("%s %s: %s", name, what, error)
         return None
+
+
+def class_name(config: Mapping[str, Any]) -> str | None:
+    """Return the class that a config names for its model, if it does."""
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    return str(first).removeprefix("FSDP") if first else None
 
 
 def has_custom_code(config: Mapping[str, Any]) -> bool:
@@ -77,7 +82,7 @@ def _build(model_class: Any, config_class: Any, config: Mapping[str, Any], num_n
     return twin  # type: ignore[no-any-return]
 
 
-def _custom_classes(config: Mapping[str, Any], class_name: str, code: Path) -> tuple[Any, Any]:
+def _custom_classes(config: Mapping[str, Any], name: str, code: Path) -> tuple[Any, Any]:
     """Import the classes of a model and of its config that `auto_map` names; None for what it does not."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
@@ -85,7 +90,7 @@ def _custom_classes(config: Mapping[str, Any], class_name: str, code: Path) -> t
         return None, None
     auto_map = config["auto_map"]
     models = [str(reference) for key, reference in auto_map.items() if key.startswith("AutoModel")]
-    named = [reference for reference in models if reference.rpartition(".")[2] == class_name]
+    named = [reference for reference in models if reference.rpartition(".")[2] == name]
     references = [(named or models)[0], auto_map.get("AutoConfig")]
     model_class, config_class = (ref and get_class_from_dynamic_module(ref, str(code)) for ref in references)
     return model_class, config_class

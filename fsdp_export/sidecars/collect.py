@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import SourceError
+from ..errors import NotFoundError, SourceError
 from ..paths import read_file
 from .config_json import REMOVED, Edits, class_edits, dtype_edits, edit_json, parse_object, tie_edits, untie_edits
 from .live_config import config_of, generate, live_edits, model_class, unwrap
@@ -141,9 +141,12 @@ def from_folder(
         sidecars.warnings += [warning] if warning else []
     searched = " or ".join(filter(None, [str(folder or ""), str(base_model or "")])) or "no folder"
     _add_found_config(sidecars, places)
+    if sidecars.config is None and base_model is not None:
+        fix = "Give the folder or hub id of the model that was trained, or leave it out to write one safetensors file"
+        raise NotFoundError(f"the base model {os.fspath(base_model)!r} has no config", expected=CONFIG, fix=fix)
     if sidecars.config is None:
         way_out = "; give --base-model for a Hugging Face folder in place of one safetensors file"
-        sidecars.missing.append(f"{CONFIG}: not in {searched}{way_out if base_model is None else ''}")
+        sidecars.missing.append(f"{CONFIG}: not in {searched}{way_out}")
     if not _add_first(sidecars, places, lambda place: find(place, GENERATION_CONFIG)):
         sidecars.missing.append(f"{GENERATION_CONFIG}: not in {searched}")
     if tokenizer is not None:

@@ -142,6 +142,9 @@ def locate_base(base_model: str | Path) -> tuple[Path, str | None]:
     Raises:
         NotFoundError: It is no folder, and neither in the hub cache nor to be downloaded.
     """
+    if Path(base_model).is_file():
+        fix = f"Give its folder: {Path(base_model).parent}"
+        raise NotFoundError(f"the base model {str(base_model)!r} is a file", fix=fix)
     folder = locate_local(str(base_model))
     is_complete = folder is not None and tokenizer_files(folder) and find(folder, CONFIG)
     if folder is not None and (is_complete or is_folder(Path(base_model))):

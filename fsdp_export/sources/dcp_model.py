@@ -139,11 +139,16 @@ def _attributes(names: Sequence[str], *, only_model: bool) -> list[str]:
 def _wrappers_by_path(entries: Entries) -> dict[str, str]:
     """Map the keys of tensors that are of no optimizer to what wraps them, as the planner recorded it."""
     tensors = set(entries.tensors)
+    with_moments = {path[:-1] for path in entries.paths.values() if _is_moment(path)}
     wrapper_of = {}
     for key, path in entries.paths.items():
         *outer, name = path
-        is_state = any(map(_OPTIMIZER.fullmatch, outer)) or (outer and _OTHER_STATE.fullmatch(outer[-1]))
-        if key in tensors and not is_state and not _is_moment(path) and (outer or not _is_state_name(key)):
+        is_state = (
+            path[:-1] in with_moments
+            or any(map(_OPTIMIZER.fullmatch, outer))
+            or bool(outer and _OTHER_STATE.fullmatch(outer[-1]))
+        )
+        if key in tensors and not is_state and (outer or not _is_state_name(key)):
             wrapper_of[key] = key.removesuffix(name)
     return wrapper_of
 

@@ -56,7 +56,7 @@ _LAYOUTS = (*_SHARDED, _HUGGING_FACE, _TORCH_FILE)
 
 _OTHERS = (
     (re.compile(r"(zero_pp_rank|mp_rank|bf16_zero_pp_rank)_.*\.pt"), "a checkpoint of DeepSpeed, not read"),
-    (re.compile(r"adapter_model\..*"), "an adapter of PEFT, not read"),
+    (re.compile(r"adapter_model\..*"), "an adapter of PEFT: name it to cast or filter it"),
     (re.compile(r".*\.safetensors"), "safetensors: name their folder"),
     (re.compile(r".*\.(bin|pth?|ckpt)"), "a file of torch.save: name it"),
 )

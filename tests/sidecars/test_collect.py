@@ -382,8 +382,11 @@ def test_a_base_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: py
         "tokenizer: none was found",
     ]
     (tmp_path / "base").mkdir()
-    missing = from_folder(tmp_path, tmp_path / "base").missing
-    assert missing[0] == f"config.json: not in {tmp_path} or {tmp_path / 'base'}"
+    with pytest.raises(NotFoundError, match=r"the base model '.*/base' has no config: expected config\.json"):
+        from_folder(tmp_path, tmp_path / "base")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotFoundError, match=r"the base model '.*/config\.json' is a file\. Give its folder: /"):
+        from_folder(tmp_path, tmp_path / "config.json")
 
 
 def test_a_config_is_fitted_to_the_weights_and_to_nothing_else(base: Path) -> None:

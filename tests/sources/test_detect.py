@@ -179,7 +179,7 @@ def test_equally_good_checkpoints_are_listed(folders: list[str], listed: str, tm
         ),
         (
             ["adapter_model.safetensors", "adapter_config.json"],
-            "adapter_model.safetensors (an adapter of PEFT, not read)",
+            "adapter_model.safetensors (an adapter of PEFT: name it to cast or filter it)",
         ),
         (
             ["huggingface/config.json", "huggingface/tokenizer.json"],

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import StateDictType
 
-from fsdp_export.errors import ExportError
+from fsdp_export.errors import ExportError, NotFoundError
 from fsdp_export.sources.base import Source
 from fsdp_export.sources.torch_file import TorchFileSource, recognizes
 
@@ -301,3 +301,15 @@ def test_flipped_bytes_give_our_errors_or_values_of_the_right_shape(only_pickle:
             read_all(file)
         except ExportError:
             continue
+
+
+def test_the_state_of_an_optimizer_alone_is_no_model(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    with pytest.raises(NotFoundError, match="only optimizer and other state, no model, in"):
+        TorchFileSource(tmp_path / "optimizer.bin")
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "both.pt")
+    assert_holds(TorchFileSource(tmp_path / "both.pt"), dict(model.state_dict()))
