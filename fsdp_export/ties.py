@@ -11,6 +11,7 @@ from torch import nn
 from .conversion.aliases import declared_aliases
 from .errors import DisagreementError
 from .fence import Operation
+from .memory import bytes_of
 from .sources.base import Source
 from .spec import TensorSpec
 from .walk import CHUNK_BYTES
@@ -65,4 +66,4 @@ def _are_equal(source: Source, one: TensorSpec | None, other: TensorSpec | None,
 
 
 def _bytes(source: Source, spec: TensorSpec, first: int, rows: int) -> torch.Tensor:
-    return source.rows(spec, first, min(first + rows, spec.num_rows)).contiguous().reshape(-1).view(torch.uint8)
+    return bytes_of(source.rows(spec, first, min(first + rows, spec.num_rows)))
