@@ -10,6 +10,7 @@ import torch
 
 from .errors import DisagreementError, listing
 from .fence import Operation
+from .memory import bytes_of
 from .plan import Plan
 from .sources.base import Source
 
@@ -92,7 +93,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
     The words are mixed first, or changes of high bits, two signs say, would cancel out. It tells copies that drifted
     apart; it is no defence against a forger.
     """
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = bytes_of(tensor.detach())
     plain, weighted = 0, 0
     for begin in range(0, flat.numel(), _CHUNK_BYTES):
         chunk = flat[begin : begin + _CHUNK_BYTES]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from .compat import all_gather_into
+from .memory import bytes_of
 from .spec import Mesh, Sharding, TensorSpec
 from .steps import Rows
 
@@ -154,17 +155,17 @@ class _Stage:
 
     def run(self, scratch: torch.Tensor) -> None:
         if self._is_direct:
-            all_gather_into(_as_bytes(self._parts[0].output), _as_bytes(self._parts[0].tensor), self._group)
+            all_gather_into(bytes_of(self._parts[0].output), bytes_of(self._parts[0].tensor), self._group)
             return
         if self._sender is not None:
             output = self._parts[0].output
             if self._parts[0].tensor.numel():
                 output.copy_(self._parts[0].tensor)
-            dist.broadcast(_as_bytes(output), group=self._group, group_src=self._sender)
+            dist.broadcast(bytes_of(output), group=self._group, group_src=self._sender)
             return
         sent, slots = scratch[: self._begins[-1]], scratch[self._begins[-1] : self.scratch_bytes]
         for part, begin in zip(self._parts, self._begins, strict=False):
-            own = _as_bytes(part.tensor)
+            own = bytes_of(part.tensor)
             sent[begin : begin + own.numel()].copy_(own)
         all_gather_into(slots, sent, self._group)
         for part, begin in zip(self._parts, self._begins, strict=False):
@@ -193,8 +194,3 @@ def _sizes_along(
 
 def _num_rows_in(rows: Sequence[Rows], span: Rows) -> int:
     return sum(max(min(stop, span[1]) - max(first, span[0]), 0) for first, stop in rows)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as a row of bytes."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -18,6 +18,7 @@ from .conversion.live_twin import pretrained_twins
 from .conversion.transformers import HubForm
 from .errors import DisagreementError
 from .fence import Operation
+from .memory import bytes_of
 from .sources.base import Source
 from .sources.live import named_tensors
 from .spec import TensorSpec
@@ -130,4 +131,4 @@ def _are_equal(source: Source, one: TensorSpec | None, other: TensorSpec | None,
 
 
 def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(bytes_of(one), bytes_of(other))

@@ -51,4 +51,4 @@ def assert_exports(model: nn.Module, expected: Mapping[str, torch.Tensor], folde
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from ..errors import ComparisonError, ExportError
+from ..memory import bytes_of
 from ..plan import Plan
 from ..spec import TensorInfo, TensorSpec
 from ..steps import Piece
@@ -195,13 +196,9 @@ def _describe(info: TensorInfo) -> str:
     return f"{list(info.shape)} {dtype_name(info.dtype)}"
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
 def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Compare bytes: a NaN equals itself, a zero is not the negative one."""
-    one, other = _bytes(one), _bytes(other)
+    one, other = bytes_of(one), bytes_of(other)
     if not (one.storage_offset() % _WORD_BYTES or other.storage_offset() % _WORD_BYTES):
         # Six times as fast as byte by byte.
         whole = one.numel() // _WORD_BYTES * _WORD_BYTES
@@ -216,7 +213,7 @@ def _difference(info: TensorInfo, first_row: int, expected: torch.Tensor, found:
     expected, found = expected.reshape(-1), found.reshape(-1)
     first, num_differing, largest = -1, 0, 0.0
     for begin, one, other in _blocks(expected, found):
-        pair = (_bytes(each).view(-1, info.dtype.itemsize) for each in (one, other))
+        pair = (bytes_of(each).view(-1, info.dtype.itemsize) for each in (one, other))
         differs = torch.ne(*pair).any(dim=1)
         count = int(differs.sum())
         if count:
@@ -254,7 +251,7 @@ def _text(value: torch.Tensor) -> str:
     try:
         return str(value.item())
     except RuntimeError:  # of a dtype whose elements are several numbers
-        return f"0x{bytes(_bytes(value).tolist()).hex()}"
+        return f"0x{bytes(bytes_of(value).tolist()).hex()}"
 
 
 def _index(info: TensorInfo, position: int) -> tuple[int, ...]:

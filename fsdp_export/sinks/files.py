@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-import torch
-
 from ..errors import SinkError
 from ..layout import FileLayout, lay_out
+from ..memory import bytes_of
 from ..plan import Plan
 from ..publish import MARKER, Publication
 from ..spec import TensorInfo
@@ -145,7 +144,7 @@ class FileSink(Sink):
         path, file, offset = self._place(piece.info, piece.first_row, tensor.nbytes)
 
         if tensor.device.type == "cpu":
-            _write_all(file, path, tensor.reshape(-1).view(torch.uint8).numpy().data, offset, _WRITE_BYTES)
+            _write_all(file, path, bytes_of(tensor).numpy().data, offset, _WRITE_BYTES)
             return
 
         def write(data: memoryview, at: int) -> None:

@@ -8,6 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from ..memory import bytes_of
+
 __all__ = ["PinnedRing"]
 
 _SLOT_BYTES = 32 << 20
@@ -45,7 +47,7 @@ class PinnedRing:
         Raises:
             Exception: What an earlier `write` raised.
         """
-        flat = tensor.reshape(-1).view(torch.uint8)
+        flat = bytes_of(tensor)
         self._stream.wait_stream(self._module.current_stream(tensor.device))
         for begin in range(0, flat.numel(), _SLOT_BYTES):
             self._raise_first()

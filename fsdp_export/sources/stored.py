@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import SourceError
+from ..memory import bytes_of
 from ..spec import Box, Sharding, TensorSpec
 from ..steps import Extent
 from ..table import summary
@@ -180,7 +181,7 @@ class StoredSource:
             files, stored = self._locate(tensor, chunk.box, place)
             copy = torch.empty_like(target, memory_format=torch.contiguous_format)
             read_rows(files, stored, first, copy)
-            if not torch.equal(_as_bytes(target), _as_bytes(copy)):
+            if not torch.equal(bytes_of(target), bytes_of(copy)):
                 raise SourceError(
                     "a tensor of which ranks saved different copies",
                     name=tensor.key,
@@ -188,10 +189,6 @@ class StoredSource:
                     found=f"{chunk.place.file} and {place.file}",
                     fix="Save it as a DTensor if it is sharded, or leave it out with --exclude",
                 )
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def check_cover(tensor: StoredTensor, file: str | PathLike[str]) -> None:

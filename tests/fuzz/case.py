@@ -36,8 +36,16 @@ NUMBERS = (
 )
 """Numbers at which readers go wrong."""
 
-# What the libraries raise that the mutators use, where an earlier change has left no archive and no JSON.
-_EARLIER_CHANGES = (zipfile.BadZipFile, EOFError, NotImplementedError, RecursionError, RuntimeError, ValueError)
+# What the libraries raise that the mutators use, where an earlier change has left no archive, no JSON or no file.
+_EARLIER_CHANGES = (
+    zipfile.BadZipFile,
+    EOFError,
+    NotImplementedError,
+    OSError,
+    RecursionError,
+    RuntimeError,
+    ValueError,
+)
 
 
 @dataclass

@@ -222,17 +222,17 @@ def _ask_library(case: Case, found: Mapping[str, torch.Tensor], doubtful: list[s
         return "not judged"
     assert folder is not None
     try:
-        truth = libraries.read(case.seed, folder)
+        truths = libraries.read(case.seed, folder)
     except (Exception, CheckpointException) as error:  # which is no Exception
         if case.is_rewritten:
             return "not judged"
         raise WrongError(f"{doubtful} are not as they were, and the library refuses: {error!r:.300}") from error
     for name in doubtful:
         if name not in found:
-            if case.seed.prefix + name in truth:
+            if case.seed.prefix + name in truths[0]:
                 raise WrongError(f"{name!r} is missing, and the library has it")
             continue
-        candidates = [key for key in truth if key.endswith(name)]
-        if not any(_are_equal(found[name], truth[key]) for key in candidates):
-            raise WrongError(f"{name!r} is {found[name]}, and the library has {[truth[key] for key in candidates]}")
+        candidates = [tensor for truth in truths for key, tensor in truth.items() if key.endswith(name)]
+        if not any(_are_equal(found[name], candidate) for candidate in candidates):
+            raise WrongError(f"{name!r} is {found[name]}, and the library has {candidates}")
     return "as the library reads it"

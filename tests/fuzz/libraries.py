@@ -28,16 +28,18 @@ __all__ = ["read"]
 Tensors = dict[str, torch.Tensor]
 
 
-def read(seed: Seed, folder: Path) -> Tensors:
-    """Return all tensors of a folder by their full names.
+def read(seed: Seed, folder: Path) -> list[Tensors]:
+    """Return all tensors of a folder by their full names; several times, where there are copies that may differ.
 
     Raises:
         Exception: Whatever the library raises.
     """
-    return _LIBRARIES[seed.library](seed, folder)
+    if seed.library == "ranks":
+        return [_read_ranks(folder, last_counts=last_counts) for last_counts in (False, True)]
+    return [_LIBRARIES[seed.library](folder)]
 
 
-def _read_dcp(_: Seed, folder: Path) -> Tensors:
+def _read_dcp(folder: Path) -> Tensors:
     with tempfile.TemporaryDirectory() as copy:
         if not (folder / ".metadata").exists():
             folder = _with_one_metadata(folder, Path(copy) / "copy")
@@ -61,7 +63,7 @@ def _with_one_metadata(folder: Path, copy: Path) -> Path:
     return copy
 
 
-def _read_torch(_: Seed, folder: Path) -> Tensors:
+def _read_torch(folder: Path) -> Tensors:
     tensors: Tensors = {}
     for file in sorted(folder.iterdir()):
         if file.suffix in {".pt", ".bin", ".pth", ".ckpt"} and file.is_file():
@@ -71,14 +73,14 @@ def _read_torch(_: Seed, folder: Path) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name in listed}
 
 
-def _read_safetensors(_: Seed, folder: Path) -> Tensors:
+def _read_safetensors(folder: Path) -> Tensors:
     tensors: Tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(file)
     return tensors
 
 
-def _read_shards(_: Seed, folder: Path) -> Tensors:
+def _read_shards(folder: Path) -> Tensors:
     blocks: dict[str, list[tuple[list[int], torch.Tensor]]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
@@ -98,17 +100,17 @@ def _read_shards(_: Seed, folder: Path) -> Tensors:
     return tensors
 
 
-def _read_ranks(seed: Seed, folder: Path) -> Tensors:
+def _read_ranks(folder: Path, *, last_counts: bool) -> Tensors:
     """Put local tensors together as their ranks' coordinates on the mesh say."""
     files = {_rank(file): file for file in folder.iterdir() if file.suffix in {".pt", ".bin"} and "_rank" in file.name}
     tensors: Tensors = {}
-    for rank, file in sorted(files.items()):
+    for rank, file in sorted(files.items(), reverse=not last_counts):
         if "optim" in file.name or "extra" in file.name:
             continue
         with as_rank(rank, max(files) + 1):
             for name, value in _flat(torch.load(file, weights_only=True)).items():
                 if not isinstance(value, DTensor):
-                    tensors.setdefault(name, value)
+                    tensors[name] = value
                     continue
                 full = tensors.setdefault(name, torch.zeros(value.shape, dtype=value.dtype))
                 target = _local_part(full, value)
@@ -144,10 +146,9 @@ def _flat(content: Mapping[Any, Any], prefix: str = "") -> Tensors:
     return tensors
 
 
-_LIBRARIES: Mapping[str, Callable[[Seed, Path], Tensors]] = {
+_LIBRARIES: Mapping[str, Callable[[Path], Tensors]] = {
     "dcp": _read_dcp,
     "torch": _read_torch,
     "safetensors": _read_safetensors,
     "shards": _read_shards,
-    "ranks": _read_ranks,
 }

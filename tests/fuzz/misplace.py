@@ -66,7 +66,7 @@ def copy_as(case: Case) -> str | None:
     name, data = picked
     foreign, other = case.foreign_file()
     new = str(Path(name).with_name(Path(foreign).name))
-    if (case.folder / new).exists():
+    if os.path.lexists(case.folder / new):
         return None
     case.write(new, case.draw.choice((data, other, b"")))
     case.is_of_two = True

@@ -142,6 +142,7 @@ class Strided(nn.Module):
         self.sharded = nn.Linear(3, 3)
         self.register_buffer("expanded", torch.tensor([[1.0], [2.0]]).expand(2, 3))
         self.register_buffer("every_other", torch.arange(9)[1::2])
+        self.register_buffer("far_apart", torch.arange(12.0)[::12])
         self.register_buffer("conjugated", torch.tensor([1 + 2j, 3 - 1j]).conj())
         self.register_buffer("negative", torch.tensor([1 + 2j, 3 - 1j]).conj().imag)
 
