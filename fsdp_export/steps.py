@@ -6,6 +6,7 @@ inputs, and all of others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -116,6 +117,7 @@ class Step:
             to pieces.
         whole: Inputs of which every unit needs all.
         parts: Where every output is rows of the only input, bytes and all: which. Else empty.
+        merged: Inputs that are merged into others, and are no parameters of what is delivered.
     """
 
     by_unit: tuple[TensorSpec, ...]
@@ -125,6 +127,7 @@ class Step:
     convert: Convert
     whole: tuple[TensorSpec, ...] = ()
     parts: tuple[Part, ...] = ()
+    merged: tuple[TensorSpec, ...] = ()
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -135,6 +138,12 @@ class Step:
     def num_bytes(self) -> int:
         """Bytes of all outputs."""
         return sum(output.num_bytes for output in self.outputs)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of elements of the inputs that are parameters of what is delivered."""
+        left_out = {*self.merged, *(spec for spec in self.inputs if spec.is_buffer)}
+        return sum(math.prod(spec.shape) for spec in self.inputs if spec not in left_out)
 
     @property
     def unit_bytes(self) -> int:

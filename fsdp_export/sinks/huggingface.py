@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -215,7 +214,7 @@ def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
 
 
 def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:
-    num_parameters = sum(math.prod(spec.shape) for step in plan.steps for spec in step.inputs if not spec.is_buffer)
+    num_parameters = sum(step.num_parameters for step in plan.steps)
     return {
         "metadata": {"total_parameters": num_parameters, "total_size": plan.num_bytes},
         "weight_map": {name: layout.name for layout in layouts for name in layout.offsets},

@@ -1,0 +1,85 @@
+"""A state dict with LoRA in it as something else has it: the merged model, or the adapter alone.
+
+What is seen has names of its own, and the shapes, dtypes and shardings of the tensors behind them. Steps are made for
+it as for any tensors; then `on_source` gives them the inputs that are there, and a merge before what they do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ..spec import TensorSpec
+from ..steps import Piece, Step
+from .low_rank import Update, merged_rows
+
+__all__ = ["LoraView"]
+
+
+@dataclass(frozen=True)
+class LoraView:
+    """Some tensors of a source under other names, with adapters merged into some of these.
+
+    Attributes:
+        kind: What is seen: `merge` for the merged model, `adapter` for the adapter.
+        origins: The tensors of the source by the names that are seen, in order.
+        updates: What adapters do to some of them, by the same names.
+        device: Where to merge.
+    """
+
+    kind: str
+    origins: Mapping[str, TensorSpec]
+    updates: Mapping[str, Sequence[Update]]
+    device: torch.device
+
+    @property
+    def specs(self) -> list[TensorSpec]:
+        """The tensors as they are seen."""
+        return [replace(spec, name=name) for name, spec in self.origins.items()]
+
+    @property
+    def digest(self) -> str:
+        """A hash of what plans do not show: what products are multiplied by, and which rows are replaced."""
+        facts = [(name, update.scaling, update.tokens) for name, them in self.updates.items() for update in them]
+        return hashlib.sha256(repr((self.kind, facts)).encode()).hexdigest()[:16]
+
+    def on_source(self, step: Step) -> Step:
+        """Return a step that makes of the source's tensors what a step makes of those that are seen."""
+        by_unit, whole = ([self.origins[spec.name] for spec in specs] for specs in (step.by_unit, step.whole))
+        updates = self._updates(step.inputs)
+        if not updates:
+            return replace(step, by_unit=tuple(by_unit), whole=tuple(whole))
+        rows = [spec for update in self._updates(step.by_unit) for spec in update.by_unit]
+        everything = [spec for update in self._updates(step.whole) for spec in update.by_unit]
+        everything += [spec for update in updates for spec in update.whole]
+        if any(update.needs_all_rows for update in updates):
+            inputs = (), (*by_unit, *rows, *whole, *everything)
+        else:
+            inputs = (*by_unit, *rows), (*whole, *everything)
+        names = [spec.name for specs in inputs for spec in specs]
+        convert = partial(self._convert, step, names)
+        merged = (*rows, *everything)
+        if not inputs[0]:
+            return Step((), step.outputs, 1, None, convert, whole=inputs[1], merged=merged)
+        return replace(
+            step, by_unit=inputs[0], whole=inputs[1], read_dtype=None, convert=convert, parts=(), merged=merged
+        )
+
+    def _updates(self, specs: Iterable[TensorSpec]) -> list[Update]:
+        return [update for spec in specs for update in self.updates.get(spec.name, ())]
+
+    def _convert(
+        self, step: Step, names: Sequence[str], inputs: Sequence[torch.Tensor], first_unit: int
+    ) -> Iterator[Piece]:
+        tensors = {name: tensor.to(self.device) for name, tensor in zip(names, inputs, strict=True)}
+        merged = []
+        for spec in step.inputs:
+            rows = tensors[self.origins[spec.name].name]
+            if spec.name in self.updates:
+                rows = merged_rows(rows, first_unit if spec in step.by_unit else 0, self.updates[spec.name], tensors)
+            merged.append(rows if step.read_dtype is None else rows.to(step.read_dtype))
+        yield from step.convert(merged, first_unit)
