@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,15 @@ from .agreement import agree_on_plan, check_copies
 from .conversion.adapter import conversion_of
 from .conversion.aliases import find_aliases, unsaved_names
 from .conversion.cut import Conversion
+from .conversion.lora_view import LoraView
+from .conversion.peft_module import PeftModule, find_peft
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
 from .names import select
 from .plan import Plan
-from .sidecars.collect import from_model, has_config
+from .sidecars.collect import Sidecars, from_model, has_config
+from .sidecars.lora import live_lora_sidecars
 from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
@@ -53,6 +56,9 @@ class Exporter:
         adapter: Turns the module's names and tensors into those of the checkpoint: an object with
             `to_hf(state_dict)` or `convert_single_tensor_to_hf(name, tensor)`, such as torchtitan's. It must not look
             at values, and make the same of a few tensors as of all. Patterns and dtypes are of what it makes.
+        lora: What becomes of a PEFT model: `"merge"`, the base model with all active adapters in its weights; `"adapter"`,
+            the active adapter alone under PEFT's names; `"keep"`, all tensors under the names that they have; `"auto"`
+            is `"merge"`. For a `Source`: a `LoraView`. Without effect on other models.
         aliases: For a `Source`: names to leave out, and the name that stands for each.
         untied: For a `Source`: names that count as tied but are exported since their values differ.
         device: Where tensors are gathered; default: this rank's device of the mesh.
@@ -72,6 +78,7 @@ class Exporter:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         adapter: Any = None,
+        lora: str | LoraView = "auto",
         aliases: Mapping[str, str] | None = None,
         untied: Sequence[str] = (),
         device: torch.device | str | None = None,
@@ -82,7 +89,9 @@ class Exporter:
             raise UsageError("nothing to export", expected="a torch.nn.Module", found=type(model).__name__)
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise UsageError("a bucket of no size", expected="a positive number of bytes", found=bucket_bytes)
-        self._model, self._state_dict = model, state_dict
+        if isinstance(lora, str) and lora not in {"auto", "merge", "adapter", "keep"}:
+            raise UsageError("no such choice for LoRA", expected="auto, merge, adapter or keep", found=lora)
+        self._model, self._state_dict, self._lora = model, state_dict, lora
         self._dtype = DtypePolicy.parse(dtype)
         self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
         self._adapter, self._given_aliases, self._untied = adapter, aliases, tuple(untied)
@@ -96,7 +105,8 @@ class Exporter:
         """What is exported. Local; raises what cannot be exported (`SourceError`, `UsageError`)."""
         if not isinstance(self._model, nn.Module):
             return self._model
-        return LiveSource(self._model, state_dict=self._state_dict, aliases=self._aliases, device=self._device)
+        aliases = self._aliases if self._peft is None else {}
+        return LiveSource(self._model, state_dict=self._state_dict, aliases=aliases, device=self._device)
 
     @cached_property
     def plan(self) -> Plan:
@@ -110,7 +120,9 @@ class Exporter:
             steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)
         else:
             steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
-        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._untied)
+        if self.lora_view is not None:
+            steps = [self.lora_view.on_source(step) for step in steps]
+        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._ties[1])
 
     @cached_property
     def conversion(self) -> Conversion | None:
@@ -118,6 +130,14 @@ class Exporter:
         if self._adapter is None or isinstance(self._adapter, Conversion):
             return self._adapter
         return Conversion(conversion_of(self._adapter), self._specs)
+
+    @cached_property
+    def lora_view(self) -> LoraView | None:
+        """The tensors as `lora` asks for them; None for what is exported as it is. Local, and nothing is read."""
+        if self._peft is None:
+            return self._lora if isinstance(self._lora, LoraView) else None
+        see = self._peft.adapter if self._lora == "adapter" else self._peft.merged
+        return see(self.source.specs, self.source.device)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in plan order, on the device.
@@ -199,19 +219,25 @@ class Exporter:
         """
         if not isinstance(self._model, nn.Module):
             raise UsageError("save() needs a module", fix="Use send() with a sink, or export_checkpoint()")
-        model = self._model
         sink = folder_sink(
             Path(path),
             format=format,
-            has_config=has_config(model),
-            sidecars=lambda: from_model(model, tokenizer=tokenizer),
+            has_config=has_config(self._base),
+            sidecars=self._sidecars(tokenizer),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
+            provenance={"lora": self.lora_view.kind} if self.lora_view is not None else None,
+            is_lora=self.lora_view is not None and self.lora_view.kind == "adapter",
         )
         started = time.perf_counter()
         self.send(sink, delivered=delivered, gather_all=gather_all)
         return sink.report(self.plan, time.perf_counter() - started)
+
+    def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
+        if self._peft is not None and self._lora == "adapter":
+            return partial(live_lora_sidecars, self._peft.config, self._base, tokenizer=tokenizer)
+        return partial(from_model, self._base, tokenizer=tokenizer)
 
     @property
     def bucket_bytes(self) -> int:
@@ -222,19 +248,42 @@ class Exporter:
     @property
     def _specs(self) -> list[TensorSpec]:
         """The tensors of a checkpoint, in the module's names."""
+        specs = self.lora_view.specs if self.lora_view is not None else list(self.source.specs)
         if not isinstance(self._model, nn.Module):
-            return list(self.source.specs)
-        left_out = unsaved_names(self._model) | self._aliases.keys()
-        return [spec for spec in self.source.specs if spec.name not in left_out]
+            return specs
+        left_out = unsaved_names(self._base) | self._aliases.keys()
+        return [spec for spec in specs if spec.name not in left_out]
 
     @cached_property
+    def _peft(self) -> PeftModule | None:
+        """What PEFT has made of the module, if that is not to be kept."""
+        return find_peft(self._model) if isinstance(self._model, nn.Module) and self._lora != "keep" else None
+
+    @property
+    def _base(self) -> nn.Module:
+        """The module that has the names, ties and config of a checkpoint."""
+        assert isinstance(self._model, nn.Module)
+        return self._peft.base if self._peft is not None else self._model
+
+    @property
     def _aliases(self) -> Mapping[str, str]:
-        if isinstance(self._model, nn.Module):
-            return find_aliases(named_tensors(self._model), self._model)
-        return self._given_aliases or {}
+        return self._ties[0]
+
+    @cached_property
+    def _ties(self) -> tuple[Mapping[str, str], tuple[str, ...]]:
+        """Names that are left out, and the name that stands for each; and names that are tied no more."""
+        if not isinstance(self._model, nn.Module):
+            return self._given_aliases or {}, self._untied
+        named = named_tensors(self._model)
+        if self._peft is not None and self.lora_view is not None:
+            return self._peft.ties(named, self.lora_view)
+        return find_aliases(named, self._model), self._untied
 
     def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
         self.source.refresh()
         options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}"
+        if self._peft is not None and self.lora_view is not None:
+            self._peft.refresh(self.lora_view, self.source.specs)
+            options += f" lora={self.lora_view.digest}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..names import strip_wrappers
 
-__all__ = ["declared_aliases", "find_aliases", "unsaved_names"]
+__all__ = ["clean_modules", "declared_aliases", "find_aliases", "unsaved_names"]
 
 
 def find_aliases(named: Mapping[str, object], model: nn.Module) -> dict[str, str]:
@@ -66,12 +66,12 @@ def unsaved_names(model: nn.Module) -> set[str]:
     """
     return {
         f"{name}{key}"
-        for name, module in _clean_modules(model)
+        for name, module in clean_modules(model)
         for key in getattr(module, "_keys_to_ignore_on_save", None) or ()
     }
 
 
-def _clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def clean_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield all modules under their names, without wrapper segments and with a trailing dot."""
     modules = dict(model.named_modules())
     ddp_modules = [name for name, module in modules.items() if isinstance(module, DistributedDataParallel)]
@@ -86,7 +86,7 @@ def _declared_patterns(model: nn.Module) -> list[str]:
     """
     return [
         f"{name}{key}"
-        for name, module in _clean_modules(model)
+        for name, module in clean_modules(model)
         for attribute in ("_tied_weights_keys", "_dynamic_tied_weights_keys")
         for key in getattr(module, attribute, None) or ()
     ]

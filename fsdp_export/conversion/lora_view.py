@@ -43,9 +43,14 @@ class LoraView:
 
     @property
     def digest(self) -> str:
-        """A hash of what plans do not show: what products are multiplied by, and which rows are replaced."""
-        facts = [(name, update.scaling, update.tokens) for name, them in self.updates.items() for update in them]
-        return hashlib.sha256(repr((self.kind, facts)).encode()).hexdigest()[:16]
+        """A hash of what is seen: of which tensors it is made, and how. Plans do not show all of that."""
+        names = [(name, spec.name) for name, spec in self.origins.items()]
+        facts = [
+            (name, update.form, update.scaling, update.tokens, [spec.name for spec in (*update.by_unit, *update.whole)])
+            for name, updates in self.updates.items()
+            for update in updates
+        ]
+        return hashlib.sha256(repr((self.kind, names, facts)).encode()).hexdigest()[:16]
 
     def on_source(self, step: Step) -> Step:
         """Return a step that makes of the source's tensors what a step makes of those that are seen."""

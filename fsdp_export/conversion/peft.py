@@ -16,9 +16,10 @@ from os import PathLike
 from ..errors import SourceError, UsageError, listing
 from ..spec import TensorInfo
 
-__all__ = ["LoraAdapter", "inspect_lora", "lora_names", "parents"]
+__all__ = ["LoraAdapter", "adapter_names", "inspect_lora", "lora_names", "parents"]
 
 _PREFIX = "base_model.model."
+_TOKENS = re.compile(r"(?P<module>.+\.token_adapter)\.(?P<leaf>trainable_tokens_delta)\.(?P<adapter>[^.]+)")
 _LORA = re.compile(
     r"(?P<module>.+?)\.(?P<part>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!(?:weight|bias)(?:\.|$))[^.]+))?(?:\.(?P<leaf>weight|bias))?"
@@ -166,6 +167,32 @@ def lora_names(names: Collection[str], file: str | PathLike[str]) -> dict[str, s
     return renamed
 
 
+def adapter_names(names: Collection[str], adapter: str, bias: str = "none") -> dict[str, str]:
+    """Name the tensors of an adapter that stands in a state dict with its base model.
+
+    With an embedding that has LoRA, the embedding is stored as well, as PEFT does.
+
+    Args:
+        names: All names.
+        adapter: What it is called there.
+        bias: Of which modules the base model's biases belong to it, in PEFT's words: none, lora_only, all.
+
+    Returns:
+        PEFT's name of every tensor, and the name that it has.
+    """
+    parsed = {name: _trained_tokens(name) or _parse(name) for name in names}
+    mine = {name: parts for name, parts in parsed.items() if parts.adapter == adapter}
+    adapted = {parts.module for parts in mine.values() if parts.part}
+    embeddings = {parts.module for parts in mine.values() if parts.part.startswith("lora_embedding_")}
+    for name, parts in parsed.items():
+        owner = parts.module.removesuffix(_BASE)
+        is_bias = parts.leaf == "bias" and (bias == "all" or (bias == "lora_only" and owner in adapted))
+        is_of_base = not parts.part and not parts.adapter and _ORIGINAL not in name
+        if is_of_base and (is_bias or (parts.module != owner and owner in embeddings)):
+            mine[name] = parts
+    return {str(mine[name]): name for name in parsed if name in mine}
+
+
 def inspect_lora(tensors: Iterable[TensorInfo], file: str | PathLike[str]) -> LoraAdapter:
     """Find out what the tensors of an adapter tell.
 
@@ -211,6 +238,11 @@ def _parse(name: str) -> _Name:
         return _Name(match["module"], match["part"], match["adapter"] or "", match["leaf"] or "")
     module, _, leaf = name.rpartition(".")
     return _Name(module, "", "", leaf)
+
+
+def _trained_tokens(name: str) -> _Name | None:
+    match = _TOKENS.fullmatch(name.removeprefix(_PREFIX))
+    return _Name(match["module"], "", match["adapter"], match["leaf"]) if match else None
 
 
 def _is_lora(parsed: Mapping[str, _Name]) -> bool:

@@ -34,7 +34,17 @@ from .origins import (
 )
 from .tokenizers import files_of
 
-__all__ = ["Sidecar", "Sidecars", "fit_config", "from_folder", "from_model", "has_config", "read_config", "write"]
+__all__ = [
+    "Sidecar",
+    "Sidecars",
+    "add_tokenizer",
+    "fit_config",
+    "from_folder",
+    "from_model",
+    "has_config",
+    "read_config",
+    "write",
+]
 
 
 @dataclass(frozen=True)
@@ -104,11 +114,16 @@ def from_model(model: nn.Module, *, tokenizer: object | None = None) -> Sidecars
         sidecars.missing.append(f"{CONFIG}: the module has no config")
     else:
         _add_live_configs(sidecars, model, config)
+    add_tokenizer(sidecars, tokenizer)
+    return sidecars
+
+
+def add_tokenizer(sidecars: Sidecars, tokenizer: object | None) -> None:
+    """Add the files of a tokenizer or processor that was given, or note that none was."""
     if tokenizer is None:
         sidecars.missing.append("tokenizer: none was given")
     else:
         _add_tokenizer(sidecars, tokenizer)
-    return sidecars
 
 
 def from_folder(
