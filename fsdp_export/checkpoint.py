@@ -79,7 +79,7 @@ class OpenedCheckpoint:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance={"source": _provenance(self.source)},
+            provenance={"source": _provenance(self.source), **self._lora_provenance()},
             is_lora=self.is_lora,
         )
         started = time.perf_counter()
@@ -112,6 +112,11 @@ class OpenedCheckpoint:
         with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
             cards = operation.agree(sink.card())
         return sink.verification(cards, time.perf_counter() - started)
+
+    def _lora_provenance(self) -> dict[str, str]:
+        view = self.exporter.lora_view
+        kind = "adapter" if self.is_lora else view.kind if view is not None else None
+        return {"lora": kind} if kind is not None else {}
 
     def _refuse_to_lack_config(self, format: str) -> None:  # noqa: A002  as above
         if self.lacks is not None and format != "safetensors":

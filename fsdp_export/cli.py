@@ -99,6 +99,13 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
 @click.option(
     "--adapter", metavar="MODULE:NAME", help="Converts names and tensors to Hugging Face's: torchtitan's, say."
 )
+@click.option(
+    "--lora",
+    type=click.Choice(["auto", "merge", "adapter", "keep"]),
+    default="auto",
+    show_default=True,
+    help="Of a PEFT model: merge LoRA into the weights, the adapter alone, or all as it is. auto: merge where it can.",
+)
 @click.option("--device", metavar="DEVICE", help="Where tensors are converted.  [default: cpu]")
 @click.option("--overwrite", is_flag=True, help="Replace weights in DIR that fsdp-export did not write.")
 @click.option("--fsync/--no-fsync", default=True, help="Wait until the disk has the bytes.  [default: fsync]")
@@ -155,7 +162,7 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             format=options["format_"],
             **{
                 name: options[name]
-                for name in ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "device")
+                for name in ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "lora", "device")
             },
         )
         say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")

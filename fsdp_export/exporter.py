@@ -56,9 +56,9 @@ class Exporter:
         adapter: Turns the module's names and tensors into those of the checkpoint: an object with
             `to_hf(state_dict)` or `convert_single_tensor_to_hf(name, tensor)`, such as torchtitan's. It must not look
             at values, and make the same of a few tensors as of all. Patterns and dtypes are of what it makes.
-        lora: What becomes of a PEFT model: `"merge"`, the base model with all active adapters in its weights; `"adapter"`,
-            the active adapter alone under PEFT's names; `"keep"`, all tensors under the names that they have; `"auto"`
-            is `"merge"`. For a `Source`: a `LoraView`. Without effect on other models.
+        lora: What becomes of a PEFT model: `"merge"`, the base model with all active adapters in its weights;
+            `"adapter"`, the active adapter alone under PEFT's names; `"keep"`, all tensors under the names that they
+            have; `"auto"` is `"merge"`. For a `Source`: a `LoraView`. Without effect on other models.
         aliases: For a `Source`: names to leave out, and the name that stands for each.
         untied: For a `Source`: names that count as tied but are exported since their values differ.
         device: Where tensors are gathered; default: this rank's device of the mesh.
@@ -115,6 +115,7 @@ class Exporter:
         specs = {spec.name: spec for spec in self._specs}
         available = self.conversion.names if self.conversion is not None else tuple(specs)
         kept = [name for name in available if name not in given]
+        self.num_available = len(kept)
         names, self.pattern_hits = select(kept, self._include, self._exclude)
         if self.conversion is not None:
             steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)

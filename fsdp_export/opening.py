@@ -15,16 +15,16 @@ from torch import nn
 from .checkpoint import OpenedCheckpoint
 from .conversion.adapter import conversion_of, load_adapter
 from .conversion.cut import Conversion
+from .conversion.lora_view import LoraView
 from .conversion.shapes import compare_with_config
 from .conversion.twin import meta_twin
 from .dtypes import DtypePolicy
 from .errors import UsageError, listing
 from .exporter import Exporter
 from .fence import Fence
-from .lora import describe_lora, name_as_lora
+from .lora import describe_lora, find_lora, merged_view
 from .sidecars.collect import Sidecars, from_folder
 from .sidecars.origins import CONFIG
-from .sources.base import Source
 from .sources.detect import open_source
 from .spec import TensorSpec
 from .table import dtype_name
@@ -42,6 +42,7 @@ def open_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: Any = None,
+    lora: str = "auto",
     device: torch.device | str | None = None,
     format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
     ranks: tuple[int, ...] = (0,),
@@ -57,6 +58,7 @@ def open_checkpoint(
         include: See there.
         exclude: See there.
         adapter: See there.
+        lora: See there.
         device: See there.
         format: What will be written. With `"safetensors"` the config need not fit the tensors.
         ranks: The global ranks that export together; `(0,)` without a process group.
@@ -68,7 +70,8 @@ def open_checkpoint(
     base = os.fspath(base_model) if base_model is not None else None
     with Fence(ranks, rank).operation("open_checkpoint") as operation:
         opened = open_source(Path(source), prefix=prefix, ranks=ranks, rank=rank, device=_usable(device))
-        is_lora, notes = name_as_lora(opened) if adapter is None else (False, [])
+        found = find_lora(opened, lora, is_converted=adapter is not None)
+        is_lora, notes = found.is_adapter, found.notes
         if rank != ranks[0]:
             operation.agree()
         sidecars = from_folder(opened.folder, base)
@@ -80,8 +83,10 @@ def open_checkpoint(
             dtype = "keep"
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
         twin = meta_twin(config) if config and not is_lora else None
-        conversion = _conversion(adapter, opened, sidecars)
-        origins = _origins(opened, conversion)
+        view = merged_view(opened, found.state, twin, notes) if found.state is not None else None
+        specs = opened.specs if view is None else view.specs
+        conversion = _conversion(adapter, specs, sidecars)
+        origins = _origins(specs, conversion, view)
         aliases, untied = tied_names(opened, origins, twin, operation)
         exporter = Exporter(
             opened,
@@ -89,6 +94,7 @@ def open_checkpoint(
             include=include,
             exclude=exclude,
             adapter=conversion,
+            lora=view or "keep",
             aliases=aliases,
             untied=untied,
         )
@@ -148,13 +154,12 @@ def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
 
 
 def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    names = exporter.source.specs if exporter.conversion is None else exporter.conversion.names
-    num_tensors, hits = len(names) - len(exporter.plan.aliases), exporter.pattern_hits
+    num_tensors, hits = exporter.num_available, exporter.pattern_hits
     options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
 
 
-def _conversion(adapter: Any, source: Source, sidecars: Sidecars) -> Conversion | None:
+def _conversion(adapter: Any, specs: Sequence[TensorSpec], sidecars: Sidecars) -> Conversion | None:
     """Plan what an adapter, or one that a string names, does to a checkpoint."""
     if adapter is None:
         return None
@@ -162,14 +167,18 @@ def _conversion(adapter: Any, source: Source, sidecars: Sidecars) -> Conversion 
         places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
         assets = next((place.parent for place in places if isinstance(place, Path)), None)
         adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
-    return Conversion(conversion_of(adapter), source.specs)
+    return Conversion(conversion_of(adapter), specs)
 
 
-def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorSpec | None]:
-    """Map the names that can be exported to the tensors that they are; None for what is made of others."""
+def _origins(
+    specs: Iterable[TensorSpec], conversion: Conversion | None, view: LoraView | None
+) -> dict[str, TensorSpec | None]:
+    """Map the names that can be exported to the source's tensors that they are; None for what is made of others."""
     if conversion is not None:
-        return {name: conversion.origin(name) for name in conversion.names}
-    return {spec.name: spec for spec in source.specs}
+        seen = {name: conversion.origin(name) for name in conversion.names}
+    else:
+        seen = {spec.name: spec for spec in specs}
+    return seen if view is None else {name: spec and view.origin(spec.name) for name, spec in seen.items()}
 
 
 def _fit_to_shapes(

@@ -41,6 +41,10 @@ class LoraView:
         """The tensors as they are seen."""
         return [replace(spec, name=name) for name, spec in self.origins.items()]
 
+    def origin(self, name: str) -> TensorSpec | None:
+        """Return the tensor of the source that is seen under a name; None where an adapter changes it."""
+        return None if name in self.updates else self.origins[name]
+
     @property
     def digest(self) -> str:
         """A hash of what is seen: of which tensors it is made, and how. Plans do not show all of that."""
@@ -62,16 +66,15 @@ class LoraView:
         everything = [spec for update in self._updates(step.whole) for spec in update.by_unit]
         everything += [spec for update in updates for spec in update.whole]
         if any(update.needs_all_rows for update in updates):
-            inputs = (), (*by_unit, *rows, *whole, *everything)
-        else:
-            inputs = (*by_unit, *rows), (*whole, *everything)
-        names = [spec.name for specs in inputs for spec in specs]
-        convert = partial(self._convert, step, names)
+            by_unit, rows, whole, everything = [], [], [*by_unit, *whole], [*rows, *everything]
+        inputs = [*by_unit, *rows, *whole, *everything]
+        convert = partial(self._convert, step, [spec.name for spec in inputs])
         merged = (*rows, *everything)
-        if not inputs[0]:
-            return Step((), step.outputs, 1, None, convert, whole=inputs[1], merged=merged)
+        needed = (*whole, *everything)
+        if not by_unit:
+            return Step((), step.outputs, 1, None, convert, whole=needed, merged=merged)
         return replace(
-            step, by_unit=inputs[0], whole=inputs[1], read_dtype=None, convert=convert, parts=(), merged=merged
+            step, by_unit=(*by_unit, *rows), whole=needed, read_dtype=None, convert=convert, parts=(), merged=merged
         )
 
     def _updates(self, specs: Iterable[TensorSpec]) -> list[Update]:

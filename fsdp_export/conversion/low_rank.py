@@ -144,9 +144,7 @@ class Update:
         return self.first is not None and min(self.first.shape[1], self.second.shape[0]) < _FEWEST
 
 
-def merged_rows(
-    rows: torch.Tensor, first_row: int, updates: Sequence[Update], tensors: _Tensors
-) -> torch.Tensor:
+def merged_rows(rows: torch.Tensor, first_row: int, updates: Sequence[Update], tensors: _Tensors) -> torch.Tensor:
     """Return rows of a weight with all its adapters in them, in new memory and with little more than that.
 
     Args:
@@ -190,7 +188,7 @@ def _convolved(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return convolve(first.transpose(0, 1), second).transpose(0, 1)
 
 
-_CONVOLUTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+_CONVOLUTIONS: dict[int, Callable[..., torch.Tensor]] = {
     3: functional.conv1d,
     4: functional.conv2d,
     5: functional.conv3d,
@@ -199,5 +197,6 @@ _CONVOLUTIONS: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 def _norms(weight: torch.Tensor) -> torch.Tensor:
     if weight.dim() == 2:  # noqa: PLR2004  a matrix
-        return torch.linalg.norm(weight, dim=1).to(weight.dtype)
-    return weight.norm(p=2, dim=tuple(range(1, weight.dim())))
+        norms: torch.Tensor = torch.linalg.norm(weight, dim=1)
+        return norms.to(weight.dtype)
+    return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.dim())))

@@ -17,7 +17,7 @@ from ..spec import TensorSpec
 from .aliases import clean_modules, find_aliases
 from .lora_view import LoraView
 from .low_rank import Update
-from .peft import adapter_names
+from .peft_names import adapter_names
 from .updates import ALONE, Factors, bias_update, token_update, weight_update
 
 __all__ = ["PeftModule", "find_peft"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -12,11 +13,12 @@ from ..errors import SourceError
 from ..spec import TensorSpec
 from .low_rank import Form, Update
 
-__all__ = ["ALONE", "Factors", "bias_update", "token_update", "weight_update"]
+__all__ = ["ALONE", "Factors", "bias_update", "fits", "token_update", "weight_update"]
 
 ALONE = "Take the adapter alone (--lora adapter, lora='adapter')"
 """The way out of what cannot be merged."""
 
+_OR_ALONE = ALONE[0].lower() + ALONE[1:]
 _WIDE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MATRIX = 2
 _CONVOLUTIONS = (3, 4, 5)
@@ -61,6 +63,8 @@ def weight_update(
     magnitude = _find(specs, factors.magnitude, file) if factors.magnitude is not None else None
     _refuse_quantized(target, file)
     form = _form(target, first, second, factors, file)
+    if magnitude is not None:
+        _check_size(magnitude, second.num_rows, "norms of DoRA that do not fit the weight", file)
     return Update(form, target, second, first, factors.scaling, magnitude)
 
 
@@ -80,7 +84,8 @@ def bias_update(
         what = "a bias of an adapter for a module that has none"
         raise SourceError(what, name=added, file=file, expected=bias, found="none", fix=ALONE)
     _refuse_quantized(specs[bias], file)
-    return Update(Form.BIAS, specs[bias], _find(specs, added, file), scaling=scaling)
+    _check_size(_find(specs, added, file), specs[bias].num_rows, "a bias of an adapter that does not fit", file)
+    return Update(Form.BIAS, specs[bias], specs[added], scaling=scaling)
 
 
 def token_update(
@@ -110,6 +115,12 @@ def _find(specs: Mapping[str, TensorSpec], name: str, file: str | PathLike[str] 
     return specs[name]
 
 
+def _check_size(tensor: TensorSpec, size: int, what: str, file: str | PathLike[str] | None) -> None:
+    if math.prod(tensor.shape) != size:
+        found, fix = list(tensor.shape), f"Use a checkpoint whose tensors belong together, or: {_OR_ALONE}"
+        raise SourceError(what, name=tensor.name, file=file, expected=f"{size:,} numbers", found=found, fix=fix)
+
+
 def _refuse_quantized(weight: TensorSpec, file: str | PathLike[str] | None) -> None:
     if weight.dtype not in _WIDE:
         raise SourceError(
@@ -125,46 +136,41 @@ def _refuse_quantized(weight: TensorSpec, file: str | PathLike[str] | None) -> N
 def _form(
     weight: TensorSpec, first: TensorSpec, second: TensorSpec, factors: Factors, file: str | PathLike[str] | None
 ) -> Form:
-    for form in _candidates(weight, first, second, factors):
-        if form is None:
-            raise SourceError(
-                "experts of which the shapes do not tell whether they are transposed",
-                name=weight.name,
-                file=file,
-                found=list(weight.shape),
-                fix=f"Give the config of the model (--base-model), or: {ALONE[0].lower()}{ALONE[1:]}",
-            )
-        return form
-    raise SourceError(
-        "matrices of LoRA that do not fit the weight",
-        name=weight.name,
-        file=file,
-        expected=list(weight.shape),
-        found=f"A {list(first.shape)} and B {list(second.shape)}",
-        fix=f"Use a checkpoint whose tensors belong together, or: {ALONE[0].lower()}{ALONE[1:]}",
-    )
+    """Choose how a weight lies to its matrices."""
+    forms = _forms(weight, first, second, has_experts=factors.has_experts)
+    if not forms:
+        raise SourceError(
+            "matrices of LoRA that do not fit the weight",
+            name=weight.name,
+            file=file,
+            expected=list(weight.shape),
+            found=f"A {list(first.shape)} and B {list(second.shape)}",
+            fix=f"Use a checkpoint whose tensors belong together, or: {_OR_ALONE}",
+        )
+    if len(forms) > 1 and factors.is_transposed is None:
+        what = "experts of whose weights the shape does not tell whether they are transposed"
+        fix = f"Give the config of the model (--base-model), or: {_OR_ALONE}"
+        raise SourceError(what, name=weight.name, file=file, found=list(weight.shape), fix=fix)
+    return forms[-1] if factors.is_transposed else forms[0]
 
 
-def _candidates(weight: TensorSpec, first: TensorSpec, second: TensorSpec, factors: Factors) -> list[Form | None]:
-    """Return in which way the matrices fit; None where they fit in both and nothing tells which is meant."""
+def fits(weight: TensorSpec, first: TensorSpec, second: TensorSpec) -> bool:
+    """Tell whether matrices can be those of a parameter of experts."""
+    return bool(_forms(weight, first, second, has_experts=True))
+
+
+def _forms(weight: TensorSpec, first: TensorSpec, second: TensorSpec, *, has_experts: bool) -> list[Form]:
+    """Return in which ways matrices fit a weight, the transposed one last."""
     shape, num_dims = weight.shape, len(weight.shape)
-    if factors.has_experts and num_dims == _MATRIX + 1:
-        forms = {Form.EXPERTS: (1, 2), Form.TRANSPOSED_EXPERTS: (2, 1)}
-        fits = second.shape[1] == first.shape[0] and first.shape[0] % max(shape[0], 1) == 0
-    elif num_dims == _MATRIX:
-        forms = {Form.DENSE: (0, 1), Form.TRANSPOSED: (1, 0)}
-        fits = second.shape[1] == first.shape[0]
-    else:
-        is_convolution = num_dims in _CONVOLUTIONS and len(first.shape) == len(second.shape) == num_dims
-        fits = is_convolution and first.shape[2:] == shape[2:] and second.shape[1] == first.shape[0]
-        forms = {Form.CONVOLUTION: (0, 1)}
-    if not fits or min(len(first.shape), len(second.shape)) < _MATRIX:
+    if min(len(first.shape), len(second.shape)) < _MATRIX or first.shape[0] != second.shape[1]:
         return []
-    found = [form for form, (rows, columns) in forms.items() if (shape[rows], shape[columns]) == _outer(first, second)]
-    if len(found) < len(forms) or len(forms) == 1:
-        return list(found)
-    return [None if factors.is_transposed is None else found[factors.is_transposed]]
-
-
-def _outer(first: TensorSpec, second: TensorSpec) -> tuple[int, int]:
-    return second.shape[0], first.shape[1]
+    outer = (second.shape[0], first.shape[1])
+    if num_dims == _MATRIX:
+        forms = [(Form.DENSE, shape), (Form.TRANSPOSED, shape[::-1])]
+    elif has_experts:
+        is_whole = num_dims == _MATRIX + 1 and shape[0] > 0 and first.shape[0] % shape[0] == 0
+        forms = [(Form.EXPERTS, shape[1:]), (Form.TRANSPOSED_EXPERTS, shape[:0:-1])] if is_whole else []
+    else:
+        is_convolution = len(first.shape) == num_dims in _CONVOLUTIONS and first.shape[2:] == shape[2:]
+        forms = [(Form.CONVOLUTION, shape[:2])] if is_convolution else []
+    return [form for form, expected in forms if outer == expected]

@@ -120,15 +120,15 @@ def live_lora_sidecars(config: Any, base: nn.Module, *, tokenizer: object | None
     return sidecars
 
 
-def lora_config(folder: Path | None) -> tuple[Path, Mapping[str, Any]]:
-    """Return what the nearest file says of an adapter that stands beside its base model.
+def lora_config(folder: Path | None, adapter: LoraAdapter) -> tuple[Path, Mapping[str, Any]]:
+    """Return the nearest file that tells `lora_alpha` of an adapter beside its base model, and what it says.
 
     Raises:
-        SourceError: `lora_alpha` is nowhere, or the file is not of LoRA.
+        SourceError: `lora_alpha` is nowhere, or the config that is found is not that of these tensors.
     """
     known = _find(folder, _KEEP_IT)
     if known.path.name == ADAPTER_CONFIG:
-        _check_kind(known, _KEEP_IT)
+        _check(known, adapter, _KEEP_IT)
     return known.path, known.values
 
 
@@ -155,37 +155,31 @@ def _places(folder: Path) -> Iterator[Path]:
         yield from filter(os.path.isfile, paths)
 
 
-def _check(known: _Known, adapter: LoraAdapter) -> None:
+def _check(known: _Known, adapter: LoraAdapter, otherwise: str = _TENSORS_ALONE) -> None:
     """Refuse a config that cannot be that of the tensors; a pattern in it is not tried, for it may never end."""
     values = known.values
-    _check_kind(known, _TENSORS_ALONE)
+    another = f"{_MOVE_IT}, {otherwise}"
+    if values.get("peft_type") != "LORA":
+        what, found = "an adapter config of another kind", values.get("peft_type")
+        raise SourceError(what, file=known.path, expected="peft_type LORA", found=found, fix=another)
     if values.get("target_parameters"):  # whose rank is that of all experts together, and whose modules are not listed
         return
     pattern = values.get("rank_pattern")
     ranks = [values.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    _check_ranks(known, adapter, {rank for rank in ranks if isinstance(rank, int)})
+    _check_ranks(known, adapter, {rank for rank in ranks if isinstance(rank, int)}, another)
     targets = values.get("target_modules")
     ends = set(map(str, targets)) if isinstance(targets, list) else set()
     for module in adapter.ranks if ends else ():
         segments = module.split(".")
         if all(".".join(segments[first:]) not in ends for first in range(len(segments))):
-            raise SourceError(_NOT_ITS, name=module, file=known.path, found=f"targets {listing(ends)}", fix=_ANOTHERS)
+            raise SourceError(_NOT_ITS, name=module, file=known.path, found=f"targets {listing(ends)}", fix=another)
 
 
-def _check_kind(known: _Known, otherwise: str) -> None:
-    if known.values.get("peft_type") != "LORA":
-        what, found = "an adapter config of another kind", known.values.get("peft_type")
-        fix = f"{_MOVE_IT}, {otherwise}"
-        raise SourceError(what, file=known.path, expected="peft_type LORA", found=found, fix=fix)
-
-
-def _check_ranks(known: _Known, adapter: LoraAdapter, ranks: Collection[int]) -> None:
+def _check_ranks(known: _Known, adapter: LoraAdapter, ranks: Collection[int], fix: str = _ANOTHERS) -> None:
     for module, rank in adapter.ranks.items():
         if rank not in ranks:
             found = f"rank {listing(ranks)}" if ranks else "none"
-            raise SourceError(
-                _NOT_ITS, name=module, file=known.path, expected=f"rank {rank}", found=found, fix=_ANOTHERS
-            )
+            raise SourceError(_NOT_ITS, name=module, file=known.path, expected=f"rank {rank}", found=found, fix=fix)
 
 
 def _fitted(known: _Known, adapter: LoraAdapter, base: object) -> tuple[bytes | Path, list[str]]:
