@@ -49,6 +49,8 @@ class Update:
         scaling: What the product is multiplied by.
         magnitude: DoRA's norms; None for plain LoRA.
         tokens: Which rows trained tokens replace.
+        rounds: Whether the product is rounded to the weight's dtype before it is added, as PEFT does with embeddings
+            and parameters.
     """
 
     form: Form
@@ -58,6 +60,7 @@ class Update:
     scaling: float = 1.0
     magnitude: TensorSpec | None = None
     tokens: tuple[int, ...] = ()
+    rounds: bool = False
 
     @property
     def by_unit(self) -> tuple[TensorSpec, ...]:
@@ -100,18 +103,19 @@ class Update:
 
     def _delta(self, first: torch.Tensor, second: torch.Tensor, mine: slice, dtype: torch.dtype) -> torch.Tensor:
         """Multiply as PEFT does on the CPU, in float32 or wider, and round to the adapter's dtype."""
-        delta_dtype = second.dtype if self.form is Form.DENSE else first.dtype
+        delta_dtype = second.dtype
         if delta_dtype in _LOW:
             first, second = first.float(), second.float()
         if self.form in {Form.EXPERTS, Form.TRANSPOSED_EXPERTS}:
-            return (self._of_experts(first, second, mine) * self.scaling).to(dtype)
-        if self.form is Form.CONVOLUTION:
+            delta = self._of_experts(first, second, mine)
+        elif self.form is Form.CONVOLUTION:
             delta = _convolved(first, second)[mine]
         elif self.form is Form.TRANSPOSED:
             delta = (second @ first).T[mine] if self._is_small else _product(second, first[:, mine]).T
         else:
             delta = (second @ first)[mine] if self._is_small else _product(second, first)
-        return (delta * self.scaling).to(delta_dtype)
+        delta = (delta * self.scaling).to(delta_dtype)
+        return delta.to(dtype) if self.rounds else delta
 
     def _of_experts(self, first: torch.Tensor, second: torch.Tensor, mine: slice) -> torch.Tensor:
         """Multiply the matrices of each expert, whose ranks lie side by side in `A`, and one by one in turn in `B`."""
@@ -196,7 +200,9 @@ _CONVOLUTIONS: dict[int, Callable[..., torch.Tensor]] = {
 
 
 def _norms(weight: torch.Tensor) -> torch.Tensor:
+    norms: torch.Tensor
     if weight.dim() == 2:  # noqa: PLR2004  a matrix
-        norms: torch.Tensor = torch.linalg.norm(weight, dim=1)
-        return norms.to(weight.dtype)
-    return torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.dim())))
+        norms = torch.linalg.norm(weight, dim=1).to(weight.dtype)
+        return norms
+    norms = torch.linalg.vector_norm(weight, dim=tuple(range(1, weight.dim())))
+    return norms

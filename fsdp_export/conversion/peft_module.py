@@ -232,6 +232,7 @@ def _factors(path: str, layer: Any, adapter: str, specs: Mapping[str, TensorSpec
         magnitude if magnitude in specs else None,
         is_transposed=is_embedding or bool(getattr(holder, attribute, False)),
         has_experts=has_experts,
+        is_embedding=is_embedding,
     )
 
 

@@ -148,8 +148,14 @@ class PeftState:
         weight = self._weight(root)
         if weight is not None:
             scaling = self._scaling(config, root, self._specs[first].shape[0])
-            is_transposed = is_embedding or bool(config.get("fan_in_fan_out"))
-            factors = Factors(first, second, scaling, parts.get("lora_magnitude_vector"), is_transposed)
+            factors = Factors(
+                first,
+                second,
+                scaling,
+                parts.get("lora_magnitude_vector"),
+                is_transposed=is_embedding or bool(config.get("fan_in_fan_out")),
+                is_embedding=is_embedding,
+            )
             yield weight_update(self._specs, weight, factors, self._file)
             if "lora_B.bias" in parts:
                 yield bias_update(

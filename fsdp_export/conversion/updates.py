@@ -34,7 +34,8 @@ class Factors:
         scaling: What the product is multiplied by.
         magnitude: DoRA's norms, if it has any.
         is_transposed: Whether a weight whose shape fits both ways is transposed; None if that is not known.
-        has_experts: Whether it is a parameter, of experts, and not the weight of a module.
+        has_experts: Whether it is a parameter, of experts mostly, and not the weight of a module.
+        is_embedding: Whether it is the weight of an embedding.
     """
 
     first: str
@@ -43,6 +44,7 @@ class Factors:
     magnitude: str | None = None
     is_transposed: bool | None = False
     has_experts: bool = False
+    is_embedding: bool = False
 
 
 def weight_update(
@@ -65,7 +67,8 @@ def weight_update(
     form = _form(target, first, second, factors, file)
     if magnitude is not None:
         _check_size(magnitude, second.num_rows, "norms of DoRA that do not fit the weight", file)
-    return Update(form, target, second, first, factors.scaling, magnitude)
+    rounds = factors.has_experts or (factors.is_embedding and magnitude is None)
+    return Update(form, target, second, first, factors.scaling, magnitude, rounds=rounds)
 
 
 def bias_update(
