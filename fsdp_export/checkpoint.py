@@ -33,7 +33,8 @@ class OpenedCheckpoint:
         base_model: Where these were looked for first.
         heeds_config: Whether the config had a say in names or dtypes, which counts even where it is not written.
         notes: What was decided, a line each.
-        is_lora: Whether it is a LoRA adapter and no model.
+        is_lora: Whether it is exported as a LoRA adapter and no model.
+        has_lora: Whether there is LoRA in it.
         lacks: Why there is no config for the adapter; None if there is one.
     """
 
@@ -44,6 +45,7 @@ class OpenedCheckpoint:
     heeds_config: bool
     notes: list[str]
     is_lora: bool = False
+    has_lora: bool = False
     lacks: SourceError | None = None
 
     def files(self, *, format: str = "auto", max_shard_size: int | str = "5GB") -> list[FileLayout]:  # noqa: A002

@@ -294,6 +294,8 @@ def _check_effect(checkpoint: OpenedCheckpoint, given: Mapping[str, str], option
     """Refuse what has no effect on this checkpoint."""
     if options["format_"] == "safetensors" and not checkpoint.heeds_config:
         _refuse(given, {"base_model"}, "--format safetensors, where its config decides on no dtype and no tied weight")
+    if not checkpoint.has_lora:
+        _refuse(given, {"lora"}, "a checkpoint without LoRA")
     if checkpoint.is_lora:
         _refuse(given, {"max_shard_size", "smoke_test"}, "a LoRA adapter, which is one file that its base model loads")
     elif options["format_"] == "auto" and checkpoint.sidecars.config is None:

@@ -5,7 +5,8 @@ The tensors of an adapter get PEFT's names, and PEFT's config beside them; a mer
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 
 from .conversion.lora_view import LoraView
 from .conversion.peft import inspect_lora, lora_names
+from .conversion.peft_names import parse
 from .conversion.peft_states import PeftState, find_peft_state
 from .errors import SourceError, UsageError
 from .sidecars.collect import Sidecars
@@ -31,11 +33,13 @@ class StoredLora:
         is_adapter: Whether the source is an adapter, or has been reduced to the one in it.
         state: The model and the adapter that are to be merged; None if there is nothing to merge.
         notes: What was decided, a line each.
+        is_there: Whether there is any.
     """
 
     is_adapter: bool
     state: PeftState | None
     notes: list[str]
+    is_there: bool = True
 
 
 def find_lora(source: StoredSource, choice: str, *, is_converted: bool) -> StoredLora:
@@ -53,7 +57,8 @@ def find_lora(source: StoredSource, choice: str, *, is_converted: bool) -> Store
     if choice not in {"auto", "merge", "adapter", "keep"}:
         raise UsageError("no such choice for LoRA", expected="auto, merge, adapter or keep", found=choice)
     if choice == "keep":
-        return StoredLora(is_adapter=False, state=None, notes=[])
+        is_there = any(parse(spec.name).part for spec in source.specs)
+        return StoredLora(is_adapter=False, state=None, notes=[], is_there=is_there)
     is_adapter, notes = (False, []) if is_converted else _name_as_lora(source)
     if is_adapter and choice == "merge":
         fix = "Leave out --lora merge, and load the adapter with PEFT"
@@ -61,7 +66,7 @@ def find_lora(source: StoredSource, choice: str, *, is_converted: bool) -> Store
     state = None if is_adapter else find_peft_state(source.specs, source.folder or "")
     if state is not None and choice == "adapter":
         return _reduced(source, state)
-    return StoredLora(is_adapter, state, notes)
+    return StoredLora(is_adapter, state, notes, is_there=is_adapter or state is not None)
 
 
 def merged_view(source: StoredSource, state: PeftState, twin: nn.Module | None, notes: list[str]) -> LoraView:
@@ -116,7 +121,9 @@ def describe_lora(
 
 def _reduced(source: StoredSource, state: PeftState) -> StoredLora:
     """Leave of a model its adapter."""
-    _, config = lora_config(source.folder, inspect_lora(state.adapter_tensors(), source.folder or ""))
+    config: Mapping[str, Any] = {}
+    with suppress(SourceError):  # without a config the tensors can still be written alone
+        _, config = lora_config(source.folder, inspect_lora(state.adapter_tensors(), source.folder or ""))
     names = state.adapter_names(str(config.get("bias", "none")))
     num_left_out = len(source.specs) - len(names)
     source.rename(names)

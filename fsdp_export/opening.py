@@ -108,7 +108,7 @@ def open_checkpoint(
             sidecars, lacks = describe_lora(opened, exporter.plan.outputs, sidecars, base)
         elif format != "safetensors":
             sidecars = _fit_to_shapes(sidecars, exporter, origins, twin, notes)
-    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, lacks)
+    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, found.is_there, lacks)
 
 
 def _usable(device: torch.device | str | None) -> torch.device | None:

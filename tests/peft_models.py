@@ -16,7 +16,7 @@ from peft import LoraConfig
 from torch import nn
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-SIZES = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES: dict[str, Any] = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class Convolutions(nn.Module):
@@ -49,7 +49,7 @@ def llama(*, tied: bool = False) -> nn.Module:
 def qwen3_moe() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.Qwen3MoeConfig(
-        **SIZES, intermediate_size=40, moe_intermediate_size=24, num_experts=4, num_key_value_heads=2, head_dim=8
+        **SIZES, intermediate_size=40, moe_intermediate_size=24, num_experts=4, num_key_value_heads=2
     )
     return transformers.Qwen3MoeForCausalLM(config)
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_export import Exporter, save_checkpoint
 
-KINDS = ["patterns", "dora", "saved", "experts", "gpt2-dora", "tokens", "lora-bias"]
-LAYOUTS = [(1, "1d"), (2, "1d"), (2, "root"), (2, "dim1"), (3, "1d"), (3, "root"), (4, "1d"), (4, "hsdp"), (4, "tp")]
+KINDS = ["dora", "saved", "experts", "gpt2-dora", "lora-bias"]
+LAYOUTS = [(2, "root"), (2, "dim1"), (3, "1d"), (4, "hsdp"), (4, "tp")]
 
 
 def on_ranks(kind, layout):
@@ -34,7 +34,7 @@ def export_in_all_ways(folder, layout):
         save_checkpoint(model, folder / kind / "held", lora="merge", format="safetensors")
         exporter = Exporter(model, bucket_bytes=3000)
         exporter.save(folder / kind / "gathered", format="safetensors", gather_all=True)
-        save_checkpoint(model, folder / kind / "adapter")
+        save_checkpoint(model, folder / kind / "adapter", fsync=False)
         if is_lead:
             torch.save(tensors, folder / kind / "tensors.pt")
 

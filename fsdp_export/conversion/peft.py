@@ -10,7 +10,17 @@ from os import PathLike
 
 from ..errors import SourceError
 from ..spec import TensorInfo
-from .peft_names import ADAPTER_SEGMENT, BASE, ORIGINAL, PREFIX, PeftName, chosen_adapter, parse, refuse_kind
+from .peft_names import (
+    ADAPTER_SEGMENT,
+    BASE,
+    ORIGINAL,
+    PREFIX,
+    PeftName,
+    chosen_adapter,
+    is_embedding,
+    parse,
+    refuse_kind,
+)
 
 __all__ = ["LoraAdapter", "inspect_lora", "lora_names", "parents"]
 
@@ -165,7 +175,8 @@ def _is_lora(parsed: Mapping[str, PeftName]) -> bool:
         owner = parts.module.removesuffix(BASE)
         if name in matrices or parts.adapter or ORIGINAL in name or (owner in linear and parts.leaf == "bias"):
             continue
-        if owner in embeddings and owner != parts.module:  # PEFT stores an embedding that has LoRA as well
+        is_stored = owner in embeddings or (owner in linear and is_embedding(owner))
+        if is_stored and owner != parts.module:  # PEFT stores the weight of an embedding or head that has LoRA as well
             has_base = True
         elif owner in linear or owner in embeddings or owner != parts.module:
             return False

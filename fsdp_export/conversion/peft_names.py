@@ -22,6 +22,7 @@ __all__ = [
     "PeftName",
     "adapter_names",
     "chosen_adapter",
+    "is_embedding",
     "parse",
     "refuse_kind",
 ]
@@ -107,7 +108,7 @@ def refuse_kind(
 def adapter_names(names: Collection[str], adapter: str, bias: str = "none") -> dict[str, str]:
     """Name the tensors of an adapter that stands in a state dict with its base model.
 
-    With an embedding that has LoRA, the embedding is stored as well, as PEFT does.
+    With an embedding or a head that has LoRA, its weight is stored as well, as PEFT does.
 
     Args:
         names: All names.
@@ -120,14 +121,18 @@ def adapter_names(names: Collection[str], adapter: str, bias: str = "none") -> d
     parsed = {name: _trained_tokens(name) or parse(name) for name in names}
     mine = {name: parts for name, parts in parsed.items() if parts.adapter == adapter}
     adapted = {parts.module for parts in mine.values() if parts.part}
-    embeddings = {parts.module for parts in mine.values() if parts.part.startswith("lora_embedding_")}
     for name, parts in parsed.items():
         owner = parts.module.removesuffix(BASE)
         is_bias = parts.leaf == "bias" and (bias == "all" or (bias == "lora_only" and owner in adapted))
         is_of_base = not parts.part and not parts.adapter and ORIGINAL not in name
-        if is_of_base and (is_bias or (parts.module != owner and owner in embeddings)):
+        if is_of_base and (is_bias or (parts.module != owner and owner in adapted and is_embedding(owner))):
             mine[name] = parts
     return {str(mine[name]): name for name in parsed if name in mine}
+
+
+def is_embedding(module: str) -> bool:
+    """Tell whether PEFT takes a module for an embedding or a head, by its name."""
+    return module.rpartition(".")[2] in {"embed_tokens", "lm_head"}
 
 
 def _trained_tokens(name: str) -> PeftName | None:

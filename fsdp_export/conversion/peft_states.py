@@ -85,6 +85,7 @@ class PeftState:
         refuse_kind(self._of_other_kinds(), file, "Keep the names that the tensors have with --lora keep")
         self.adapter = chosen_adapter({parts.adapter for parts in self._parsed.values() if parts.adapter}, file)
         self._names = {name: self._base_name(name) for name in self._specs}
+        self._refuse_two_of_a_name()
 
     def adapter_names(self, bias: str = "none") -> dict[str, str]:
         """Return PEFT's names of the adapter's tensors, and the names that they have; `bias` as in PEFT's config."""
@@ -218,7 +219,7 @@ class PeftState:
                 return re.match(rf"(.*\.)?({pattern})$", module) is not None
         except re.error:
             pass
-        what = "a pattern in alpha_pattern that is not tried, for it may never end"
+        what = "a pattern in alpha_pattern that is not tried, for it may never end,"
         raise SourceError(what, name=module, file=self._file, found=repr(pattern[:_MAX_PATTERN]), fix=ALONE)
 
     def _base_name(self, name: str) -> str | None:
@@ -243,18 +244,21 @@ class PeftState:
             if not parts.part and parts.adapter == self.adapter and self.adapter
         }
 
+    def _refuse_two_of_a_name(self) -> None:
+        taken: dict[str, str] = {}
+        for name, base in self._names.items():
+            if base is not None and taken.setdefault(base, name) != name:
+                found = f"{taken[base]!r} and {name!r}"
+                fix = "Save the state dict of one model"
+                raise SourceError("two keys become one name", name=base, file=self._file, found=found, fix=fix)
+
     def _of_other_kinds(self) -> list[str]:
-        """Return tensors of adapters of other kinds: what stands beside a base layer, and is not of LoRA."""
+        """Return tensors of adapters of other kinds: what stands beside a base layer, or is one, without LoRA."""
         owners = {module for name in self._specs for module in _owners(name)}
         adapted = {parts.module for parts in self._parsed.values() if parts.part}
-        unknown = [name for name, parts in self._parsed.items() if not parts.part and _OWN.search(name)]
-        for name, parts in self._parsed.items():
-            base = name.removeprefix(PREFIX)
-            beside = any(base.startswith(f"{owner}.") for owner in _parents(base) & owners) and BASE not in base
-            unaware = any(owner not in adapted for owner in _owners(name))
-            if not parts.part and (beside or unaware) and name not in unknown:
-                unknown.append(name)
-        return unknown
+        plain = [name for name, parts in self._parsed.items() if not parts.part]
+        beside = [name for name in plain if not _owners(name) and (_parents(name) & owners or _OWN.search(name))]
+        return beside or [name for name in plain if any(owner not in adapted for owner in _owners(name))]
 
 
 def _owners(name: str) -> list[str]:
@@ -264,7 +268,7 @@ def _owners(name: str) -> list[str]:
 
 
 def _parents(name: str) -> set[str]:
-    segments = name.split(".")
+    segments = name.removeprefix(PREFIX).split(".")
     return {".".join(segments[:end]) for end in range(1, len(segments))}
 
 
