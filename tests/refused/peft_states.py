@@ -18,7 +18,7 @@ REFUSED: list[tuple[Maker, type[ExportError], str]] = []
 
 _LAYER = "base_model.model.model.layers.0"
 _Q = f"{_LAYER}.self_attn.q_proj"
-_ALONE = "ake the adapter alone (--lora adapter, lora='adapter')."
+_ALONE = "the adapter alone (--lora adapter, lora='adapter')."
 _CONFIG = "Put the adapter_config.json of the training beside the checkpoint"
 _KEEP = "or keep the names that the tensors have with --lora keep."
 
@@ -108,7 +108,7 @@ def several_adapters(folder: Path) -> None:
 @_refused(
     SourceError,
     f"a quantized weight, into which LoRA cannot be merged, for '{_Q}.base_layer.weight' in {{folder}}: expected "
-    f"float32, bfloat16 or float16, found uint8. T{_ALONE}",
+    f"float32, bfloat16 or float16, found uint8. Take {_ALONE}",
 )
 def four_bits(folder: Path) -> None:
     _save(folder, {**_state(), f"{_Q}.base_layer.weight": torch.ones(15, 1, dtype=torch.uint8)})
@@ -117,7 +117,7 @@ def four_bits(folder: Path) -> None:
 @_refused(
     SourceError,
     f"a quantized weight, into which LoRA cannot be merged, for '{_Q}.base_layer.weight' in {{folder}}: expected "
-    f"float32, bfloat16 or float16, found float8_e4m3fn. T{_ALONE}",
+    f"float32, bfloat16 or float16, found float8_e4m3fn. Take {_ALONE}",
 )
 def fp8(folder: Path) -> None:
     _save(folder, {**_state(), f"{_Q}.base_layer.weight": torch.ones(5, 6).to(torch.float8_e4m3fn)})
@@ -126,7 +126,7 @@ def fp8(folder: Path) -> None:
 @_refused(
     SourceError,
     f"matrices of LoRA that fit no weight for '{_LAYER}.mlp.experts.lora_A.default.weight' in {{folder}}: expected a "
-    f"weight of model.layers.0.mlp.experts, found none. T{_ALONE}",
+    f"weight of model.layers.0.mlp.experts, found none. Take {_ALONE}",
 )
 def mxfp4_experts(folder: Path) -> None:
     experts = _state(f"{_LAYER}.mlp.experts", "base_layer.gate_up_proj_blocks")
@@ -138,7 +138,7 @@ def mxfp4_experts(folder: Path) -> None:
 @_refused(
     SourceError,
     f"matrices of LoRA that do not fit the weight for '{_Q}.base_layer.weight' in {{folder}}: expected [5, 7], found A "
-    f"[2, 6] and B [5, 2]. Use a checkpoint whose tensors belong together, or: t{_ALONE}",
+    f"[2, 6] and B [5, 2]. Use a checkpoint whose tensors belong together, or: take {_ALONE}",
 )
 def a_weight_of_another_shape(folder: Path) -> None:
     _save(folder, {**_state(), f"{_Q}.base_layer.weight": torch.ones(5, 7)})
@@ -147,7 +147,7 @@ def a_weight_of_another_shape(folder: Path) -> None:
 @_refused(
     SourceError,
     f"norms of DoRA that do not fit the weight for '{_Q}.lora_magnitude_vector.default.weight' in {{folder}}: expected "
-    f"5 numbers, found [4]. Use a checkpoint whose tensors belong together, or: t{_ALONE}",
+    f"5 numbers, found [4]. Use a checkpoint whose tensors belong together, or: take {_ALONE}",
 )
 def norms_of_another_shape(folder: Path) -> None:
     _save(folder, {**_state(), f"{_Q}.lora_magnitude_vector.default.weight": torch.ones(4)}, use_dora=True)
@@ -156,7 +156,7 @@ def norms_of_another_shape(folder: Path) -> None:
 @_refused(
     SourceError,
     f"a bias of an adapter for a module that has none for '{_Q}.lora_B.default.bias' in {{folder}}: expected "
-    f"{_Q}.base_layer.bias, found none. T{_ALONE}",
+    f"{_Q}.base_layer.bias, found none. Take {_ALONE}",
 )
 def a_bias_for_none(folder: Path) -> None:
     _save(folder, {**_state(), f"{_Q}.lora_B.default.bias": torch.ones(5)}, lora_bias=True)
@@ -175,7 +175,7 @@ def half_of_an_adapter(folder: Path) -> None:
 
 @_refused(
     SourceError,
-    f"a kind of LoRA that cannot be merged in {{folder}}: found arrow_config in its config. T{_ALONE}",
+    f"a kind of LoRA that cannot be merged in {{folder}}: found arrow_config in its config. Take {_ALONE}",
 )
 def arrow(folder: Path) -> None:
     _save(folder, _state(), arrow_config={"top_k": 2})
@@ -184,7 +184,7 @@ def arrow(folder: Path) -> None:
 @_refused(
     SourceError,
     "a pattern in alpha_pattern that is not tried, for it may never end, for 'model.layers.0.self_attn.q_proj' in "
-    f"{{folder}}: found '(.*q)*x'. T{_ALONE}",
+    f"{{folder}}: found '(.*q)*x'. Take {_ALONE}",
 )
 def a_pattern_that_may_never_end(folder: Path) -> None:
     _save(folder, _state(), alpha_pattern={"(.*q)*x": 3})
@@ -192,7 +192,7 @@ def a_pattern_that_may_never_end(folder: Path) -> None:
 
 @_refused(
     SourceError,
-    f"an alpha that is no number for 'model.layers.0.self_attn.q_proj' in {{folder}}: found much. T{_ALONE}",
+    f"an alpha that is no number for 'model.layers.0.self_attn.q_proj' in {{folder}}: found much. Take {_ALONE}",
 )
 def an_alpha_in_words(folder: Path) -> None:
     _save(folder, _state(), alpha_pattern={"q_proj": "much"})
@@ -202,7 +202,7 @@ def an_alpha_in_words(folder: Path) -> None:
     SourceError,
     "experts of whose weights the shape does not tell whether they are transposed for "
     f"'{_LAYER}.mlp.experts.base_layer.down_proj' in {{folder}}: found [2, 6, 6]. Give the config of the model "
-    f"(--base-model), or: t{_ALONE}",
+    f"(--base-model), or: take {_ALONE}",
 )
 def square_experts_without_a_config(folder: Path) -> None:
     module = f"{_LAYER}.mlp.experts"
@@ -218,7 +218,7 @@ def square_experts_without_a_config(folder: Path) -> None:
     SourceError,
     f"matrices of LoRA that fit several weights for '{_LAYER}.mlp.experts.lora_A.default.weight' in {{folder}}: "
     f"expected a weight of model.layers.0.mlp.experts, found {_LAYER}.mlp.experts.base_layer.gate_proj, "
-    f"{_LAYER}.mlp.experts.base_layer.up_proj. T{_ALONE}",
+    f"{_LAYER}.mlp.experts.base_layer.up_proj. Take {_ALONE}",
 )
 def experts_that_all_fit(folder: Path) -> None:
     module = f"{_LAYER}.mlp.experts"
