@@ -1,4 +1,4 @@
-"""Draws `save.json` as an SVG: one bar per method, shortest time, whisker to the median."""
+"""Draws the results of a benchmark beside them as SVG: one bar per method, shortest time, whisker to the median."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import matplotlib.pyplot as plt
 
 def main() -> None:
     results = Path(sys.argv[1])
-    facts = json.loads((results / "save.json").read_text())
+    facts = json.loads(results.read_text())
     rows = facts["rows"][::-1]
     figure, axes = plt.subplots(figsize=(8, 0.45 * len(rows) + 1.4))
     colors = ["#1f6f8b" if row["method"].startswith("ours") else "#b8c4c9" for row in rows]
@@ -22,18 +22,15 @@ def main() -> None:
     whiskers = [row["median_seconds"] - row["min_seconds"] for row in rows]
     axes.barh([row["title"] for row in rows], shortest, xerr=[[0] * len(rows), whiskers], color=colors)
     for position, row in enumerate(rows):
-        text = f" {row['min_seconds']:.2f} s, {row['host_mib']:,.0f} MiB host"
+        text = f" {row['min_seconds']:.2f} s, {row['host_mib']:,.0f} MiB"
         axes.text(max(row["min_seconds"], row["median_seconds"]), position, text, va="center", fontsize=8)
     axes.set_xlim(0, 1.35 * max(row["median_seconds"] for row in rows))
-    axes.set_xlabel("seconds, minimum of interleaved runs (whisker: median); extra host memory per rank")
-    size = facts["rows"][0]["written_gb"]
-    axes.set_title(
-        f"Saving {size:.1f} GB from {facts['ranks']} ranks, {facts['device']}, torch {facts['torch']}", fontsize=10
-    )
+    axes.set_xlabel(f"seconds, minimum of interleaved runs (whisker: median)\nand {facts['memory']}")
+    axes.set_title(facts["title"], fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     figure.tight_layout()
-    figure.savefig(results / "save.svg")
+    figure.savefig(results.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ class Exporter:
             steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
         if self.lora_view is not None:
             steps = [self.lora_view.on_source(step) for step in steps]
-        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._ties[1])
+        return Plan(tuple(steps), self.source.ranks, tuple(sorted(self._aliases.items())), self._ties[1], tuple(names))
 
     @cached_property
     def conversion(self) -> Conversion | None:

@@ -82,7 +82,7 @@ def open_checkpoint(
         if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
             dtype = "keep"
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        twin = meta_twin(config) if config and not is_lora else None
+        twin = meta_twin(config, len(opened.specs)) if config and not is_lora else None
         view = merged_view(opened, found.state, twin, notes) if found.state is not None else None
         specs = opened.specs if view is None else view.specs
         conversion = _conversion(adapter, specs, sidecars)

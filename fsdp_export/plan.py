@@ -30,24 +30,30 @@ class Plan:
     """All steps of an export.
 
     Attributes:
-        steps: In the order of the state dict.
+        steps: In the order of the state dict, or where a step makes several outputs, of the first of each.
         ranks: The global ranks that export together.
         aliases: Names that are not delivered because they are tied, and the name that is delivered instead.
         untied: Names that count as tied but differ, so that all of them are delivered.
+        names: The names of all outputs in the order of the checkpoint; empty where the steps have them in order.
     """
 
     steps: tuple[Step, ...]
     ranks: tuple[int, ...] = (0,)
     aliases: tuple[tuple[str, str], ...] = ()
     untied: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_unique(output.name for output in self.outputs)
+        check_unique(output.name for step in self.steps for output in step.outputs)
 
     @cached_property
     def outputs(self) -> tuple[TensorInfo, ...]:
-        """All outputs, in the order of the state dict."""
-        return tuple(output for step in self.steps for output in step.outputs)
+        """All outputs, in the order of the checkpoint."""
+        outputs = tuple(output for step in self.steps for output in step.outputs)
+        if not self.names:
+            return outputs
+        by_name = {output.name: output for output in outputs}
+        return tuple(by_name[name] for name in self.names)
 
     @property
     def num_bytes(self) -> int:
@@ -64,13 +70,7 @@ class Plan:
     @cached_property
     def lines(self) -> list[str]:
         """One line per step; equal on all ranks, or the export is refused."""
-        return [
-            f"{spec.name} {list(spec.shape)} {spec.dtype} buffer={spec.is_buffer} mesh={spec.sharding.mesh.shape}"
-            f" ranks={_digest(str(spec.sharding.mesh.ranks))} cuts={spec.sharding.cuts} -> "
-            + ", ".join(f"{output.name} {list(output.shape)} {output.dtype}" for output in step.outputs)
-            for step in self.steps
-            for spec in step.inputs
-        ]
+        return list(map(_line, self.steps))
 
     @property
     def digest(self) -> str:
@@ -196,6 +196,17 @@ def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
     for begin in range(0, longest, rows):
         parts = ((first + begin, min(first + begin + rows, stop)) for first, stop in blocks)
         yield Window(step, tuple(part for part in parts if part[0] < part[1]))
+
+
+def _line(step: Step) -> str:
+    inputs = (
+        f"{spec.name} {list(spec.shape)} {spec.dtype}{' whole' if spec in step.whole else ''} buffer={spec.is_buffer}"
+        f" mesh={spec.sharding.mesh.shape} ranks={_digest(str(spec.sharding.mesh.ranks))} cuts={spec.sharding.cuts}"
+        for spec in step.inputs
+    )
+    rows_of = {part.info.name: f" of rows {part.rows}" for part in step.parts}
+    outputs = (f"{info.name} {list(info.shape)} {info.dtype}{rows_of.get(info.name, '')}" for info in step.outputs)
+    return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
 def _digest(text: str) -> str:

@@ -71,6 +71,20 @@ class Mesh:
         places = dict(zip(product(*map(range, self.shape)), self.ranks, strict=True))
         return Mesh(tuple(places[at] for at in coordinates), tuple(self.shape[axis] for axis in axes))
 
+    def ascending(self) -> Mesh | None:
+        """Return the mesh with its ranks ascending along every axis; None where they are not in one order everywhere.
+
+        torch numbers the ranks of a process group in ascending order, whatever the mesh says, and a shard lies where
+        the group says: on a mesh [1, 0], FSDP2 gives the first rows to rank 0.
+        """
+        ranks = torch.tensor(self.ranks).view(self.shape)
+        for axis, size in enumerate(self.shape):
+            order = ranks.movedim(axis, 0).reshape(size, -1).argsort(0)
+            if (order != order[:, :1]).any():
+                return None
+            ranks = ranks.sort(axis).values
+        return Mesh(tuple(ranks.flatten().tolist()), self.shape)
+
     def __str__(self) -> str:
         return "x".join(map(str, self.shape))
 

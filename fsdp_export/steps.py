@@ -6,7 +6,6 @@ inputs, and all of others.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -108,6 +107,8 @@ class Part:
 class Step:
     """Maps inputs to outputs, unit by unit.
 
+    Steps with inputs that are needed whole are converted one at a time.
+
     Attributes:
         by_unit: Inputs of which unit `i` needs row `i`.
         outputs: What it makes.
@@ -116,7 +117,7 @@ class Step:
         convert: Maps the rows of a range of units, followed by the inputs that are needed whole, and the first unit,
             to pieces.
         whole: Inputs of which every unit needs all.
-        parts: Where every output is rows of the only input, bytes and all: which. Else empty.
+        parts: Where every output is rows of the only input: which. Else empty.
         merged: Inputs that are merged into others, and are no parameters of what is delivered.
     """
 
@@ -140,10 +141,9 @@ class Step:
         return sum(output.num_bytes for output in self.outputs)
 
     @property
-    def num_parameters(self) -> int:
-        """Number of elements of the inputs that are parameters of what is delivered."""
-        left_out = {*self.merged, *(spec for spec in self.inputs if spec.is_buffer)}
-        return sum(math.prod(spec.shape) for spec in self.inputs if spec not in left_out)
+    def keeps_bytes(self) -> bool:
+        """Whether the outputs are rows of the only input, byte for byte."""
+        return bool(self.parts) and self.outputs[0].dtype == self.by_unit[0].dtype
 
     @property
     def unit_bytes(self) -> int:
@@ -197,19 +197,14 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
                 yield Piece(part.info, first_row, _shaped(mine, part).to(dtype))
 
     narrows = dtype.itemsize < spec.dtype.itemsize
-    return Step(
-        (spec,),
-        outputs,
-        spec.num_rows,
-        dtype if narrows else None,
-        convert,
-        parts=parts if dtype == spec.dtype else (),
-    )
+    return Step((spec,), outputs, spec.num_rows, dtype if narrows else None, convert, parts=parts)
 
 
 def _shaped(rows: torch.Tensor, part: Part) -> torch.Tensor:
     """Give rows of an input the shape that they have in the output."""
     num_rows, shape = part.rows[1] - part.rows[0], part.info.shape
+    if not rows.dim():
+        return rows.reshape(shape)
     return rows.reshape((rows.shape[0], *shape[1:]) if shape[:1] == (num_rows,) else shape)
 
 

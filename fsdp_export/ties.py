@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from .conversion.aliases import declared_aliases
+from .errors import DisagreementError
 from .fence import Operation
 from .sources.base import Source
 from .spec import TensorSpec
@@ -19,12 +21,33 @@ __all__ = ["tied_names"]
 def tied_names(
     source: Source, origins: Mapping[str, TensorSpec | None], twin: nn.Module | None, operation: Operation
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the names under which a checkpoint stores a tied tensor once more, and those that only should be tied."""
+    """Find the names under which a checkpoint stores a tied tensor once more. Collective; each rank compares a part.
+
+    Args:
+        source: The checkpoint.
+        origins: The names that can be exported, and the tensors that they are; None for what is made of others.
+        twin: The model of its config, which declares ties; None if there is none.
+        operation: The fence's operation.
+
+    Returns:
+        Each name to leave out with the name that stands for it, and the names that should be tied and differ.
+
+    Raises:
+        DisagreementError: The ranks' configs, or their versions of transformers, declare different ties.
+        SourceError: The tensors cannot be read.
+    """
     declared = declared_aliases(twin, origins)
     part, parts = source.ranks.index(source.rank), len(source.ranks)
     equal = [_are_equal(source, origins[alias], origins[kept], part, parts) for alias, kept in declared.items()]
-    everyones = operation.agree("".join("01"[is_equal] for is_equal in equal)) if declared else []
-    differing = {alias for alias, *cards in zip(declared, *everyones, strict=True) if "0" in cards}
+    everyones = operation.agree(json.dumps([list(declared.items()), equal]))
+    ties, verdicts = zip(*map(json.loads, everyones), strict=True)
+    if any(theirs != ties[0] for theirs in ties):
+        raise DisagreementError(
+            "the ranks find different tied weights",
+            found="; ".join(f"rank {rank}: {dict(theirs)}" for rank, theirs in zip(source.ranks, ties, strict=True)),
+            fix="Use the same transformers and the same --base-model on every host",
+        )
+    differing = {alias for alias, *theirs in zip(declared, *verdicts, strict=True) if not all(theirs)}
     return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
 
 

@@ -173,10 +173,17 @@ def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Pie
             _deliver_rows(step, rows, source, sink, deliver)
         return
     pending: deque[Future[None]] = deque()
+    alone = threading.Lock()
+
+    def deliver_rows(step: Step, units: Rows) -> None:
+        # Tensors that are needed whole may be large, and what converts them may be no friend of threads.
+        with alone if step.whole else nullcontext():
+            _deliver_rows(step, units, source, sink, deliver)
+
     with _threads() as threads:
         try:
             for step, rows in _held(plan, source.rank):
-                pending.append(threads.submit(_deliver_rows, step, rows, source, sink, deliver))
+                pending.append(threads.submit(deliver_rows, step, rows))
                 if len(pending) > 2 * _MAX_THREADS:
                     pending.popleft().result()
             while pending:
@@ -220,7 +227,7 @@ def _deliver_rows(
     step: Step, units: Rows, source: Source, sink: Sink, deliver: Callable[[Piece | StoredPiece], None]
 ) -> None:
     """Deliver units of a step: from file to file what lies on disk as it is to be written, the rest through memory."""
-    stored = _stored_pieces(step, units, source) if step.parts and sink.copies_files else None
+    stored = _stored_pieces(step, units, source) if step.keeps_bytes and sink.copies_files else None
     if stored is not None:
         for stored_piece in stored:
             deliver(stored_piece)

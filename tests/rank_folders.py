@@ -92,6 +92,7 @@ def put_ranks(
     world_size: int,
     *,
     name: Callable[[int, int], str] = rank_file,
+    only: Sequence[int] | None = None,
     **options: Any,
 ) -> Path:
     """Save what every rank has, one after the other.
@@ -101,10 +102,11 @@ def put_ranks(
         state_dict: Makes what a rank saves; called with the rank while this process is it.
         world_size: Number of ranks.
         name: Names a rank's file.
+        only: The ranks whose files are wanted; None for all.
         **options: For `torch.save`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for rank in range(world_size):
+    for rank in range(world_size) if only is None else only:
         with as_rank(rank, world_size):
             torch.save(state_dict(rank), folder / name(rank, world_size), **options)
     return folder
@@ -119,11 +121,11 @@ def cut(full: torch.Tensor, mesh: DeviceMesh, cuts: Sequence[tuple[int, int]], *
         cuts: Pairs of a dim and a mesh axis, in the order in which the tensor is cut.
         **spec: What to change of the spec once it is made.
     """
-    local, coordinate = full, mesh.get_coordinate()
+    local, is_on_mesh = full, mesh.get_coordinate() is not None
     for dim, axis in cuts:
-        if coordinate is not None:
+        if is_on_mesh:
             pieces = local.chunk(mesh.size(axis), dim)
-            position = coordinate[axis]
+            position = mesh.get_local_rank(axis)  # the group's, whose ranks ascend, whatever the mesh says
             local = pieces[position] if position < len(pieces) else local.narrow(dim, 0, 0)
     placements = _placements(mesh.ndim, [mesh.size(axis) for axis in range(mesh.ndim)], cuts)
     dtensor = DTensor.from_local(

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 
 from fsdp_export import export_checkpoint, save_checkpoint
-from fsdp_export.errors import NotFoundError, SourceError, UsageError
+from fsdp_export.errors import DisagreementError, NotFoundError, SourceError, UsageError
 from fsdp_export.opening import open_checkpoint
 
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
@@ -56,6 +56,31 @@ def assert_holds(folder, expected):
 
 def untied(model):
     return {name: tensor for name, tensor in model.state_dict().items() if name != HEAD}
+
+
+def test_ranks_that_find_different_ties_all_say_so(tmp_path):
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    sizes = {"hidden_size": 4, "vocab_size": 8, "num_hidden_layers": 0, "num_attention_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    tied = torch.randn(8, 4)
+    names = ("model.embed_tokens.weight", "lm_head.weight")
+    save(tmp_path / "step-1", {**dict.fromkeys(names, tied), "model.norm.weight": torch.ones(4)})
+
+    def check() -> str:
+        rank = dist.get_rank()
+        with pytest.MonkeyPatch.context() as patch:
+            if rank:
+                patch.setattr("fsdp_export.opening.meta_twin", lambda *_: None)
+            with pytest.raises(DisagreementError) as caught:
+                open_checkpoint(tmp_path, ranks=(0, 1), rank=rank)
+        return str(caught.value)
+
+    one, other = run_ranks(check, 2)
+    assert one == other
+    assert one == (
+        "the ranks find different tied weights: found rank 0: {'lm_head.weight': 'model.embed_tokens.weight'}; rank 1: "
+        "{}. Use the same transformers and the same --base-model on every host."
+    )
 
 
 def test_a_checkpoint_becomes_the_folder_of_save_pretrained(run, model, tmp_path):
@@ -149,7 +174,7 @@ def test_a_tied_head_that_differs_is_written_and_the_config_says_so(run, model, 
 
 
 def test_without_a_config_no_model_is_built(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("fsdp_export.opening.meta_twin", lambda _: pytest.fail("this imports transformers"))
+    monkeypatch.setattr("fsdp_export.opening.meta_twin", lambda *_: pytest.fail("this imports transformers"))
     flat = {EMBEDDING: model.state_dict()[EMBEDDING].flatten()}
     export_checkpoint(save(tmp_path / "step-1", flat), tmp_path / "out")
     assert_holds(tmp_path / "out", flat)

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from fsdp_export.errors import PlanError
 from fsdp_export.plan import Plan, share_out
-from fsdp_export.spec import Mesh, Sharding, TensorSpec
+from fsdp_export.spec import Mesh, Sharding, TensorInfo, TensorSpec
 from fsdp_export.steps import Step, Window, copy_step
 
 MESHES = [Mesh((0,), (1,)), Mesh((0, 1), (2,)), Mesh((0, 1, 2, 3), (4,)), Mesh((2, 0, 3, 1), (2, 2))]
@@ -32,6 +33,53 @@ def random_plan(seed: int) -> Plan:
     return Plan(
         tuple(copy_step(s, dtype if s.dtype.is_floating_point else None) for s in specs), tuple(sorted(mesh.ranks))
     )
+
+
+def random_joint_step(chance: random.Random, mesh: Mesh, name: str) -> Step:
+    """Return a step that needs rows of some tensors and all of others, sharded in all kinds of ways."""
+    num_units = chance.randint(1, 8)
+    specs = [random_spec(chance, mesh, f"{name}.{index}") for index in range(chance.randint(1, 4))]
+    by_unit = tuple(
+        TensorSpec(spec.name, (num_units, *spec.shape[1:]), spec.dtype, spec.sharding) for spec in specs if spec.shape
+    )[: chance.randint(0, 3)]
+    names = {spec.name for spec in by_unit}
+    whole = tuple(spec for spec in specs if spec.name not in names)
+    units = num_units if by_unit else 1
+    return Step(by_unit, (TensorInfo(name, (units,), torch.float32),), units, None, lambda *_: (), whole=whole)
+
+
+def holds(step: Step, unit: int, rank: int) -> bool:
+    """Tell, element by element, whether a rank has all that a unit needs."""
+    for spec in step.inputs:
+        box = spec.sharding.box(spec.shape, rank)
+        elements = [range(size) for size in spec.shape]
+        if spec.shape:
+            elements[0] = range(*step.rows_of(spec, ((unit, unit + 1),))[0])
+        held = [range(start, stop) for start, stop in zip(box.start, box.stop, strict=True)]
+        if not set(product(*elements)) <= set(product(*held)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_units_of_several_inputs_are_delivered_once_by_a_rank_that_holds_all(seed):
+    chance = random.Random(seed)
+    mesh = chance.choice(MESHES)
+    steps = tuple(random_joint_step(chance, mesh, f"s{index}") for index in range(6))
+    plan = Plan(steps, tuple(sorted(mesh.ranks)))
+    by_rank = {rank: plan.local_windows(rank) for rank in plan.ranks}
+    for step in steps:
+        delivered = {rank: rows_of(windows, step) for rank, windows in by_rank.items()}
+        counted = sum(delivered.values(), Counter())
+        if step in plan.gathered_steps:
+            assert counted == Counter()
+            cut = Counter()
+            for bucket in plan.windows([step], chance.choice([1, 50, 10_000]), whole=False):
+                cut += rows_of(bucket, step)
+            assert cut == Counter(range(step.num_units))
+        else:
+            assert counted == Counter(range(step.num_units))
+            assert all(holds(step, unit, rank) for rank, units in delivered.items() for unit in units)
 
 
 def rows_of(windows: list[Window], step: Step) -> Counter[int]:

@@ -125,11 +125,13 @@ def _literals(arguments: str) -> tuple[list[Any], dict[str, Any]]:
 
 def _imported(name: str) -> Any:
     here = os.getcwd()  # noqa: PTH109  an entry of sys.path is a string
-    sys.path.insert(0, here)
+    sys.path.append(here)  # last: nothing in the folder stands in for what is installed
     try:
         return importlib.import_module(name)
     finally:
+        sys.path.reverse()
         sys.path.remove(here)
+        sys.path.reverse()
 
 
 @contextmanager

@@ -61,8 +61,8 @@ class Conversion:
             PlanError: The conversion makes something else of a part of the state dict than of all of it.
         """
         steps = []
-        for outputs in _connected(self._traced[name] for name in self.names if name in names):
-            inputs = tuple(dict.fromkeys(spec for output in outputs for spec in output.inputs))
+        for outputs in _together(self._traced[name] for name in self.names if name in names):
+            inputs = outputs[0].inputs
             infos = [_cast(output.info, cast_of) for output in outputs]
             parts = [Part(info, output.rows) for info, output in zip(infos, outputs, strict=True) if output.rows]
             if len(inputs) == 1 and len(parts) == len(outputs):
@@ -72,22 +72,11 @@ class Conversion:
         return steps
 
 
-def _connected(traced: Iterable[Traced]) -> list[list[Traced]]:
-    """Put outputs together that share inputs, directly or through others."""
-    parents: dict[str, str] = {}
-
-    def root(name: str) -> str:
-        while (parent := parents.setdefault(name, name)) != name:
-            name = parents[name] = parents[parent]
-        return name
-
-    outputs = list(traced)
-    for output in outputs:
-        for spec in output.inputs:
-            parents[root(spec.name)] = root(output.inputs[0].name)
-    groups: dict[str, list[Traced]] = {}
-    for output in outputs:
-        groups.setdefault(root(output.inputs[0].name), []).append(output)
+def _together(traced: Iterable[Traced]) -> list[list[Traced]]:
+    """Put outputs together that are made of the same inputs."""
+    groups: dict[tuple[TensorSpec, ...], list[Traced]] = {}
+    for output in traced:
+        groups.setdefault(output.inputs, []).append(output)
     return list(groups.values())
 
 
@@ -98,9 +87,15 @@ def _whole_step(
     wanted = {info.name: info for info in infos}
 
     def run(tensors: Sequence[torch.Tensor], _: int) -> Iterator[Piece]:
-        converted = convert({spec.name: tensor for spec, tensor in zip(inputs, tensors, strict=True)})
+        given = {spec.name: tensor for spec, tensor in zip(inputs, tensors, strict=True)}
+        converted = checked(lambda: convert(given), "on tensors with values")
         for name, info in wanted.items():
-            yield Piece(info, 0, converted[name].to(info.dtype))
+            tensor = converted.get(name)
+            if tensor is None or tuple(tensor.shape) != info.shape:
+                found = "none" if tensor is None else list(tensor.shape)
+                what = "the conversion makes something else of values than was planned"
+                raise PlanError(what, name=name, expected=list(info.shape), found=found)
+            yield Piece(info, 0, tensor.to(info.dtype))
 
     return Step((), tuple(infos), 1, None, run, whole=inputs)
 

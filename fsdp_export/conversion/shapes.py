@@ -122,7 +122,7 @@ def _resized_vocabulary(misfits: Misfits, outputs: Sequence[TensorInfo], config:
         return {}
     new, old = sizes.pop()
     edits = vocab_edits(config, old, new)
-    twin = meta_twin(json.loads(edit_json(json.dumps(config), edits)), warns=False)
+    twin = meta_twin(json.loads(edit_json(json.dumps(config), edits)), len(outputs), warns=False)
     return edits if twin is not None and not _misfits(outputs, KnownTensors(twin)) else {}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import PlanError, listing
+from ..errors import ExportError, PlanError, listing
 from ..spec import TensorInfo, TensorSpec
 
 __all__ = ["ConvertDict", "Traced", "checked", "meta_tensors", "trace"]
@@ -55,9 +55,10 @@ class Traced:
         spec = self.inputs[0]
         row_numel = math.prod(spec.shape[1:])
         numel = math.prod(self.info.shape)
-        if not row_numel or self.view.strides != _dense(self.info.shape, self.view.strides):
+        if not numel:
             return (0, spec.num_rows) if self.info.shape == spec.shape else None
-        if self.view.offset % row_numel or numel % row_numel:
+        is_dense = self.view.strides == _dense(self.info.shape, self.view.strides)
+        if not is_dense or self.view.offset % row_numel or numel % row_numel:
             return None
         first, count = self.view.offset // row_numel, numel // row_numel
         keeps_rows = self.info.shape[:1] == (count,)
@@ -75,11 +76,15 @@ def trace(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Traced]:
         Its outputs, in their order.
 
     Raises:
-        PlanError: The conversion fails, depends on values, or returns what is no dict of tensors.
+        PlanError: The conversion fails, depends on values, changes what it is given, makes a tensor of none, or returns
+            what is no dict of tensors.
     """
     inputs = meta_tensors(specs)
     with _Following(inputs) as following:
         outputs = checked(lambda: convert(dict(inputs)))
+    if changed := following.changed:
+        fix = "Let it make new tensors: these are the ones that training goes on with"
+        raise PlanError("the conversion changes tensors in place", found=listing(changed), fix=fix)
     by_name = {spec.name: spec for spec in specs}
     order = {name: position for position, name in enumerate(inputs)}
     traced = []
@@ -102,17 +107,25 @@ def meta_tensors(specs: Iterable[TensorSpec]) -> dict[str, torch.Tensor]:
     return {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for spec in specs}
 
 
-def checked(call: Callable[[], Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def checked(
+    call: Callable[[], Mapping[str, torch.Tensor]], on: str = "on tensors without values"
+) -> dict[str, torch.Tensor]:
     """Call a conversion and look at what it returns.
+
+    Args:
+        call: Calls it.
+        on: What it was given, for the message.
 
     Raises:
         PlanError: It fails, or returns anything but tensors by their names.
     """
     try:
         outputs = call()
+    except ExportError:
+        raise
     except Exception as error:
         raise PlanError(
-            "the conversion fails on tensors without values",
+            f"the conversion fails {on}",
             found=f"{type(error).__name__}: {error}",
             fix="It must fit the checkpoint's names and shapes, and not look at values",
         ) from error
@@ -145,12 +158,16 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         inputs: The inputs by name.
+
+    Attributes:
+        changed: Names of inputs that were written to.
     """
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._origins = {_storage(tensor): frozenset({name}) for name, tensor in inputs.items()}
-        self._untouched = {_storage(tensor): tensor.dtype for tensor in inputs.values()}
+        self._inputs = {_storage(tensor): (name, tensor.dtype) for name, tensor in inputs.items()}
+        self.changed: list[str] = []
         self._alive: list[Any] = []  # the number of a storage that was freed is given to another one
 
     def origins(self, tensor: torch.Tensor) -> frozenset[str]:
@@ -159,21 +176,19 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def is_computed(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is anything else than elements of an input."""
-        return self._untouched.get(_storage(tensor)) != tensor.dtype or tensor.is_conj() or tensor.is_neg()
+        _, dtype = self._inputs.get(_storage(tensor), ("", None))
+        return dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note what its results are made of."""
         result = func(*args, **(kwargs or {}))
         given = _tensors((args, kwargs))
-        mutated = [
-            tensor
-            for argument, value in zip(func._schema.arguments, args, strict=False)  # noqa: SLF001  its only description
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for tensor in _tensors(value)
-        ]
+        arguments = func._schema.arguments  # noqa: SLF001  the only description of an operation
+        values = dict(zip((argument.name for argument in arguments), args, strict=False)) | (kwargs or {})
+        written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
+        mutated = _tensors([value for name, value in values.items() if name in written])
         origins = frozenset[str]().union(*map(self.origins, given))
-        for tensor in mutated:
-            self._untouched.pop(_storage(tensor), None)
+        self.changed += [self._inputs[key][0] for key in map(_storage, mutated) if key in self._inputs]
         for tensor in (*_tensors(result), *mutated):
             self._origins[_storage(tensor)] = self.origins(tensor) | origins
             self._alive.append(tensor)

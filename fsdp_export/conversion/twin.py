@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["hub_form", "meta_twin"]
 
 _log = logging.getLogger("fsdp_export")
 
+# Kernels and backbones of the hub, which a model fetches as it is built.
+_FETCHES = re.compile(r".*_implementation(_.*)?|use_kernels|kernel_config|.*pretrained_backbone|quantization_config")
+_COUNT = re.compile(r"(.*_)?(layers?|blocks|depth|experts)")
+_MORE_NAMES = 1000
+_CALLS_PER_NAME = 100
 
-def meta_twin(config: Mapping[str, Any], *, warns: bool = True) -> nn.Module | None:
+
+def meta_twin(config: Mapping[str, Any], num_names: int = 0, *, warns: bool = True) -> nn.Module | None:
     """Build the model of a config without memory for its weights; ties, and defaults of its class, count.
 
     The class is the one that `architectures` names. A config that was built in code names none; the generating class
@@ -23,6 +31,7 @@ def meta_twin(config: Mapping[str, Any], *, warns: bool = True) -> nn.Module | N
 
     Args:
         config: A parsed `config.json`.
+        num_names: Number of tensors of the checkpoint; a model with many more is not built.
         warns: Whether to warn of a config that its class does not take.
 
     Returns:
@@ -32,12 +41,14 @@ def meta_twin(config: Mapping[str, Any], *, warns: bool = True) -> nn.Module | N
         import transformers
     except ImportError:
         return None
-    architectures = config.get("architectures") or [_generating_class(config.get("model_type"))]
-    model_class = getattr(transformers, str(architectures[0]).removeprefix("FSDP"), None)
+    architectures = config.get("architectures")
+    first = architectures[0] if isinstance(architectures, list) and architectures else None
+    class_name = first or _generating_class(config.get("model_type"))
+    model_class = getattr(transformers, str(class_name).removeprefix("FSDP"), None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
         return None
     try:
-        return _build(model_class, config)
+        return _build(model_class, config, num_names)
     except Exception as error:  # noqa: BLE001
         # A config of any age and origin may fail anywhere in its class; the price is one copy too many in the files.
         if warns:
@@ -69,20 +80,47 @@ def hub_form(twin: nn.Module, names: Iterable[str]) -> dict[str, tuple[int, ...]
     return {name: tuple(tensor.shape) for name, tensor in chosen.items()}
 
 
-def _build(model_class: Any, config: Mapping[str, Any]) -> nn.Module:
-    live_config = model_class.config_class.from_dict(_decoded(config))
-    with torch.device("meta"), _without_initialization():
+def _build(model_class: Any, config: Mapping[str, Any], num_names: int) -> nn.Module:
+    live_config = model_class.config_class.from_dict(_harmless(config, num_names))
+    limit = _Limit(_CALLS_PER_NAME * (num_names + _MORE_NAMES))
+    with torch.device("meta"), limit, _without_initialization():
         twin: Any = model_class(live_config)
     twin.tie_weights()
     return twin  # type: ignore[no-any-return]
 
 
-def _decoded(value: Any) -> Any:
-    """Copy JSON values, with numbers that JSON has not: transformers 5 writes these as `{"__float__": "Infinity"}`."""
-    if isinstance(value, Mapping):
-        is_number = value.keys() == {"__float__"}
-        return float(value["__float__"]) if is_number else {key: _decoded(item) for key, item in value.items()}
-    return [_decoded(item) for item in value] if isinstance(value, list) else value
+def _harmless(value: Any, num_names: int) -> Any:
+    """Copy a config without what makes transformers fetch code or weights.
+
+    Numbers that JSON has not get their value back: transformers 5 writes them as `{"__float__": "Infinity"}`.
+
+    Raises:
+        ValueError: It counts more layers than a model with as many tensors can have.
+    """
+    if isinstance(value, list):
+        return [_harmless(item, num_names) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    for key, count in value.items():
+        if _COUNT.fullmatch(str(key)) and isinstance(count, int) and count > num_names + _MORE_NAMES:
+            raise ValueError(f"{key} is {count:,}, and the checkpoint has {num_names:,} tensors")
+    return {key: _harmless(item, num_names) for key, item in value.items() if not _FETCHES.fullmatch(str(key))}
+
+
+class _Limit(TorchFunctionMode):
+    """Lets only so many functions of torch be called: a config may ask for a model without end."""
+
+    def __init__(self, num_calls: int) -> None:
+        super().__init__()
+        self._num_calls = num_calls
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._num_calls -= 1
+        if self._num_calls < 0:
+            raise ValueError("a model with many more tensors than the checkpoint")
+        return func(*args, **(kwargs or {}))
 
 
 def _without_initialization() -> AbstractContextManager[None]:
@@ -103,6 +141,6 @@ def _generating_class(model_type: object) -> str | None:
     # The causal one last: of a model with an encoder it is the decoder alone.
     for kind in ("SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "CAUSAL_LM"):
         names: Mapping[object, object] = getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {})
-        if model_type in names:
+        if isinstance(model_type, str) and model_type in names:
             return str(names[model_type])
     return None

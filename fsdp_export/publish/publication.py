@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 
 from ..errors import SinkError, listing
+from ..paths import read_file
 from .file_system import is_real_folder, make_folder, sink_errors, sync, sync_folders
 from .inner_folder import INSTALL, OWN_FILES, PREFIX, RETIRE, RETIRED, TOKEN, WRITING, InnerFolder
 
@@ -233,7 +234,7 @@ def _weights_in(folder: Path) -> set[str]:
 def _recorded_in(folder: Path) -> set[str]:
     """Return the names that the record of an earlier export lists; none if there is no record that can be read."""
     try:
-        names = json.loads((folder / MARKER).read_bytes())["files"]
+        names = json.loads(read_file(folder / MARKER))["files"]
         return {name for name in names if _is_name(name)}
     except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
         return set()
@@ -283,7 +284,7 @@ def _remove(folder: Path, name: str) -> None:
 
 def _read_retired(path: Path) -> list[str]:
     try:
-        return [name for name in json.loads(path.read_bytes()) if _is_name(name)]
+        return [name for name in json.loads(read_file(path)) if _is_name(name)]
     except (FileNotFoundError, ValueError, TypeError, RecursionError) as error:
         raise SinkError(
             f"{path.parent.name}/{path.name} of an interrupted export is damaged",

@@ -6,6 +6,7 @@ edited, because transformers 5 re-saves configs in a form that transformers 4 re
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,8 @@ import torch
 from torch import nn
 
 from ..errors import SourceError
-from .config_json import REMOVED, Edits, class_edits, dtype_edits, edit_json, untie_edits
+from ..paths import read_file
+from .config_json import REMOVED, Edits, class_edits, dtype_edits, edit_json, parse_object, untie_edits
 from .live_config import config_of, generate, live_edits, model_class, unwrap
 from .origins import (
     CONFIG,
@@ -46,6 +48,8 @@ __all__ = [
     "write",
 ]
 
+_MAX_BYTES = 256 << 20
+
 
 @dataclass(frozen=True)
 class Sidecar:
@@ -63,7 +67,7 @@ class Sidecar:
 
     def text(self) -> str:
         """Return the content of a text file."""
-        return (self.content.read_bytes() if isinstance(self.content, Path) else self.content).decode()
+        return (read_file(self.content) if isinstance(self.content, Path) else self.content).decode()
 
 
 @dataclass
@@ -237,13 +241,10 @@ def read_config(path: Path) -> dict[str, Any]:
         SourceError: It is not readable, or no JSON object.
     """
     try:
-        config = json.loads(path.read_bytes().decode())
-    except (OSError, ValueError, RecursionError) as error:
+        return parse_object(read_file(path))
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise SourceError("a config that cannot be read", file=path, expected="JSON", found=reason) from error
-    if not isinstance(config, dict):
-        raise SourceError("a config that cannot be read", file=path, expected="an object", found=type(config).__name__)
-    return config
+        raise SourceError("a config that cannot be read", file=path, expected="a JSON object", found=reason) from error
 
 
 def _add_live_configs(sidecars: Sidecars, model: nn.Module, config: Any) -> None:
@@ -296,7 +297,7 @@ def _edits_of_origin(live: Any, path: Path, class_name: str | None) -> Edits | N
 
 
 def _add_edited(sidecars: Sidecars, path: Path, edits: Edits) -> None:
-    old = path.read_bytes()
+    old = read_file(path)
     new = edit_json(old.decode(), edits).encode()
     if new == old:
         sidecars.add({path.name: path}, f"copied from {path.parent}")
@@ -347,6 +348,7 @@ def _write_file(sidecar: Sidecar, path: Path, *, fsync: bool) -> None:
         with file:
             if isinstance(sidecar.content, Path):
                 with sidecar.content.open("rb") as source:
+                    _check_size(source.fileno())
                     shutil.copyfileobj(source, file)
             else:
                 file.write(sidecar.content)
@@ -357,3 +359,8 @@ def _write_file(sidecar: Sidecar, path: Path, *, fsync: bool) -> None:
         with suppress(OSError):
             path.unlink()
         raise
+
+
+def _check_size(descriptor: int) -> None:
+    if os.fstat(descriptor).st_size > _MAX_BYTES:
+        raise OSError(errno.EFBIG, "too large for what it is called")

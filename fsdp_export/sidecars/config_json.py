@@ -6,7 +6,7 @@ An edit is a path of keys and the value it gets; all functions here are pure and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ __all__ = [
     "differences",
     "dtype_edits",
     "edit_json",
+    "parse_object",
     "rope_edits",
     "untie_edits",
     "vocab_edits",
@@ -31,6 +32,7 @@ Edits = dict[KeyPath, object]
 REMOVED: Final = object()
 """The value of a key that is to go."""
 
+_MAX_DEPTH = 100
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 # What is not a property of the checkpoint, or is set by rules of its own.
@@ -63,6 +65,30 @@ _ROPE_NAMES = {
 _USUAL_ROPE_NAMES = ("rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 
 
+def parse_object(data: bytes) -> dict[str, Any]:
+    """Read the JSON of a config.
+
+    Raises:
+        ValueError: It is none, or no object, or too deep to be one.
+    """
+    try:
+        content = json.loads(data.decode())
+    except RecursionError:
+        raise ValueError("values nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError(type(content).__name__)
+    level: list[Any] = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for value in level for inner in _inner(value)]
+        if not level:
+            return content
+    raise ValueError("values nested too deeply")
+
+
+def _inner(value: object) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def class_edits(config: Mapping[str, Any], class_name: str | None) -> Edits:
     """Return the edits that name the model's class, without what `fully_shard` puts before or instead of it.
 
@@ -72,8 +98,8 @@ def class_edits(config: Mapping[str, Any], class_name: str | None) -> Edits:
     """
     edits: Edits = {}
     written, auto_map = config.get("architectures"), config.get("auto_map")
-    named = [class_name] if class_name is not None else written
-    named = [str(name).removeprefix("FSDP") for name in named or ()]
+    named = [class_name] if class_name is not None else written if isinstance(written, list) else []
+    named = [name.removeprefix("FSDP") if isinstance(name, str) else name for name in named]
     if named and named != written:
         edits["architectures",] = named
     if isinstance(auto_map, dict):
@@ -259,11 +285,21 @@ def _skip_space(text: str, at: int) -> int:
 
 def _dump(text: str, value: object, key_start: int, *, is_inline: bool = False) -> str:
     """Write a value as the text around it is indented."""
+    ensure_ascii = text.isascii() or not _is_encodable(value)
     if is_inline:
-        return json.dumps(value, ensure_ascii=text.isascii())
+        return json.dumps(value, ensure_ascii=ensure_ascii)
     line_start = text.rfind("\n", 0, key_start) + 1
     outer = text[line_start : _skip_space(text, line_start)]
     first = text.find("\n") + 1
     unit = text[first : _skip_space(text, first)].rpartition("\n")[2] if first else None
-    dumped = json.dumps(value, indent=unit or None, ensure_ascii=text.isascii())
+    dumped = json.dumps(value, indent=unit or None, ensure_ascii=ensure_ascii)
     return dumped.replace("\n", f"\n{outer}")
+
+
+def _is_encodable(value: object) -> bool:
+    """Tell whether a value has no halves of characters, which JSON can spell and files cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

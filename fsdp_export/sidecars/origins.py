@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NotFoundError
+from ..paths import is_file, is_folder, read_file
+from .config_json import parse_object
 
 __all__ = [
     "CONFIG",
@@ -48,6 +49,7 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_prepro
 _NEVER = re.compile(r".*\.(safetensors|bin|pt|pth|h5|gguf|msgpack|index\.json)")
 
 _NUM_PARENTS = 3
+_MAX_CODE_BYTES = 4 << 20
 # Where trainers put config and tokenizer beside the weights: verl; NeMo Automodel, twice; NeMo RL its tokenizer.
 _INNER_FOLDERS = ("huggingface", ".hf_metadata", "consolidated", "tokenizer")
 
@@ -66,7 +68,7 @@ def search_folders(folder: Path) -> list[Path]:
 def find(folder: Path, *patterns: str) -> dict[str, Path]:
     """Return the files of a folder that match, by their names relative to it; never weights."""
     paths = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
-    return {str(path.relative_to(folder)): path for path in paths if path.is_file() and not _NEVER.fullmatch(path.name)}
+    return {str(path.relative_to(folder)): path for path in paths if is_file(path) and not _NEVER.fullmatch(path.name)}
 
 
 def tokenizer_files(folder: Path) -> dict[str, Path]:
@@ -79,7 +81,7 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
         return {}
     if TOKENIZER_CONFIG in files:
         with suppress(OSError, ValueError):  # one that cannot be read is copied all the same
-            files.update(code_files(folder, json.loads(files[TOKENIZER_CONFIG].read_bytes())))
+            files.update(code_files(folder, parse_object(read_file(files[TOKENIZER_CONFIG]))))
     return files
 
 
@@ -95,7 +97,7 @@ def code_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Path]:
     while waiting:
         name = f"{waiting.pop()}.py"
         path = folder / name
-        if name not in files and path.is_file():
+        if name not in files and is_file(path):
             files[name] = path
             waiting += _imports_beside(path)
     return dict(sorted(files.items()))
@@ -114,11 +116,8 @@ def locate_local(name: object, revision: object = None) -> Path | None:
     if not isinstance(name, str) or not name:
         return None
     folder = Path(name)
-    try:
-        if folder.is_dir():
-            return folder
-    except OSError:  # a folder above it may not be looked into
-        return None
+    if is_folder(folder):
+        return folder
     from huggingface_hub import try_to_load_from_cache
 
     for file in (CONFIG, TOKENIZER_CONFIG, "tokenizer.json"):
@@ -145,7 +144,7 @@ def locate_base(base_model: str | Path) -> tuple[Path, str | None]:
     """
     folder = locate_local(str(base_model))
     is_complete = folder is not None and tokenizer_files(folder) and find(folder, CONFIG)
-    if folder is not None and (is_complete or Path(base_model).is_dir()):
+    if folder is not None and (is_complete or is_folder(Path(base_model))):
         return folder, None
     folder, reason = _download(str(base_model), folder)
     if folder is None:
@@ -187,8 +186,8 @@ def _modules(auto_map: object) -> Iterator[str]:
 def _imports_beside(path: Path) -> Iterator[str]:
     """Yield the modules that a Python file imports from its own folder, by reading it."""
     try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        tree = ast.parse(read_file(path, _MAX_CODE_BYTES))
+    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.level == 1:

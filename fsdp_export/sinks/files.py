@@ -36,7 +36,7 @@ _WAYS_OUT = {
 
 # For longer writes the kernel looks for longer runs of free memory, which a small virtual machine may have given back:
 # ten times as slow. On the hosts of GPUs, which have plenty, they are the faster ones.
-_WRITE_BYTES = 256 << 10
+_WRITE_BYTES = 128 << 10
 
 _log = logging.getLogger("fsdp_export")
 
@@ -240,6 +240,7 @@ class FileSink(Sink):
     def _place(self, info: TensorInfo, first_row: int, num_bytes: int) -> tuple[Path, int, int]:
         """Return where rows that are about to be written belong: the open file, and the offset in it."""
         assert self._staging is not None
+        assert first_row * info.row_bytes + num_bytes <= info.num_bytes, f"more rows of {info.name} than it has"
         layout = self._file_of[info.name]
         path = self._staging / layout.name
         with self._opening, _write_errors(path):
@@ -289,7 +290,8 @@ def _write_all(file: int, path: Path, data: memoryview, offset: int, bytes_at_a_
     begin = 0
     while begin < len(data):
         with _write_errors(path, len(data) - begin):
-            begin += os.pwrite(file, data[begin : begin + bytes_at_a_time], offset + begin)
+            room = bytes_at_a_time - (offset + begin) % bytes_at_a_time
+            begin += os.pwrite(file, data[begin : begin + room], offset + begin)
 
 
 @contextmanager

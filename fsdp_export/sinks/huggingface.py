@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -214,7 +215,8 @@ def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
 
 
 def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:
-    num_parameters = sum(step.num_parameters for step in plan.steps)
+    inputs = {spec for step in plan.steps for spec in step.inputs if spec not in step.merged}
+    num_parameters = sum(math.prod(spec.shape) for spec in inputs if not spec.is_buffer)
     return {
         "metadata": {"total_parameters": num_parameters, "total_size": plan.num_bytes},
         "weight_map": {name: layout.name for layout in layouts for name in layout.offsets},

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import ExportError, NotFoundError, SourceError, listing
+from ..paths import is_file
 from ..table import rank_ranges
 from .dcp_chunks import ChunkFiles
 from .dcp_metadata import METADATA, Metadata, rank_of_metadata, read_metadata
@@ -17,7 +18,7 @@ from .stored import StoredSource, check_cover
 
 __all__ = ["DcpSource", "open_metadata", "recognizes"]
 
-_DATA_FILE = re.compile(r"__(\d{1,6})_\d+\.distcp")
+_DATA_FILE = re.compile(r"__(\d{1,5})_\d+\.distcp")
 # What Lightning saves beside the tensors: a pickle of anything, which is not opened.
 _LIGHTNING = "meta.pt"
 _NAME_ANOTHER = "Name the folder that has them"
@@ -54,7 +55,8 @@ class DcpSource(StoredSource):
         device: torch.device | None = None,
     ) -> None:
         metadata = open_metadata(folder)
-        model = find_model(metadata, prefix, of_lightning=(folder / _LIGHTNING).exists())
+        model = find_model(metadata, prefix, of_lightning=is_file(folder / _LIGHTNING))
+        _check_names(metadata, model.prefix)
         tensors = {name: metadata.tensor(key) for name, key in model.keys.items()}
         self._files = ChunkFiles(folder, metadata.transforms)
         for tensor in tensors.values():
@@ -62,6 +64,8 @@ class DcpSource(StoredSource):
             self._files.check_transforms(tensor)
         super().__init__(folder, tensors, self._files.locate, ranks=ranks, rank=rank, device=device)
         self._files.probe(tensors.values())
+        # A chunk that extensions changed is unpacked whole: by several threads, several of them at once.
+        self.is_concurrent = not metadata.transforms
         exported = set(model.keys.values())
         self.skipped = tuple(key for key in (*metadata.tensors, *metadata.others) if key not in exported)
         self.description = self.describe(*_kind(metadata), prefix=model.prefix)
@@ -69,6 +73,15 @@ class DcpSource(StoredSource):
     def close(self) -> None:
         """Close the data files. They open again when they are read again."""
         self._files.close()
+
+
+def _check_names(metadata: Metadata, prefix: str) -> None:
+    """Refuse metadata that list a tensor of the model and say nothing of it, as where one of its names is damaged."""
+    described = {*metadata.tensors, *metadata.others}
+    lost = [key for key in metadata.paths if key.startswith(prefix) and key not in described]
+    if lost:
+        fix = "Copy the file here again, or use another step"
+        raise SourceError("tensors without an entry", file=metadata.subject, found=listing(map(repr, lost)), fix=fix)
 
 
 def _kind(metadata: Metadata) -> tuple[str, str]:
@@ -118,7 +131,7 @@ def open_metadata(folder: Path) -> Metadata:
 
 def _metadata_files(folder: Path) -> list[str]:
     """Return the names of the metadata files: torch, too, prefers the one of all ranks."""
-    if (folder / METADATA).is_file():
+    if is_file(folder / METADATA):
         return [METADATA]
     try:
         names = sorted(file.name for file in folder.iterdir())
@@ -126,6 +139,8 @@ def _metadata_files(folder: Path) -> list[str]:
         raise NotFoundError(
             "no DCP checkpoint", file=folder, found=error.strerror or error, fix=_NAME_ANOTHER
         ) from error
+    if METADATA in names:  # to be refused for what it is
+        return [METADATA]
     by_rank = {rank: name for name in names if (rank := rank_of_metadata(name)) is not None}
     if not by_rank:
         raise _no_metadata(folder, names)

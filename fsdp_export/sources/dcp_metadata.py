@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..errors import SourceError
+from ..paths import read_file
 from ..spec import Box
 from .archive import Place, is_inside, is_possible
 from .stored import Chunk, StoredTensor
@@ -25,8 +26,11 @@ __all__ = ["METADATA", "Metadata", "rank_of_metadata", "read_metadata"]
 METADATA = ".metadata"
 """Name of the file; a folder with it is a DCP checkpoint."""
 
-_RANK_METADATA = re.compile(r"__(\d{1,6})\.metadata")
+_RANK_METADATA = re.compile(r"__(\d{1,5})\.metadata")
 _MAX_BYTES = 2 << 30
+_MAX_EXTENSIONS = 16
+_MAX_PATH_LENGTH = 100
+_MAX_RATIO = 1 << 15  # of zstd: a block of 128 KiB that repeats a byte takes 4
 _COPY_AGAIN = "Copy the file here again, or use another step"
 
 
@@ -97,7 +101,7 @@ class Metadata:
                     places.setdefault(box, []).append(part.place(key, box, dtype))
         whole = Box.whole(shape)
         chunks = [
-            Chunk(box, at[0], at[-1] if len(at) > 1 and box == whole else None)
+            Chunk(box, at[0], tuple(at[1:]) if box == whole else ())
             for box, at in sorted(places.items(), key=lambda item: item[0].start)
         ]
         return StoredTensor(key, shape, dtype, tuple(chunks))
@@ -118,7 +122,14 @@ class _Part:
                 self.others.append(key)
             else:
                 self.tensors[key] = entry
+        if len(set(self.tensors.values())) < len(self.tensors):
+            raise self._error("one entry under two names")
         self.paths = _paths(state.get("planner_data"))
+        others = [key for key, path in self.paths.items() if ".".join(path) != key]
+        if others:
+            if len(others) < len(self.paths):
+                raise self._error("a name that is not made of its keys", others[0])
+            self.paths = {}  # of a planner that joins them otherwise
         self.transforms: dict[str, tuple[str, ...]] = {}
         self.file_bytes: dict[str, int] = {}
         self._places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
@@ -149,7 +160,7 @@ class _Part:
         if place is None:
             raise self._error(f"no data file of the chunk at {box.start}", key)
         num_bytes = math.prod(box.shape) * dtype.itemsize
-        if place.length < num_bytes and key not in self.transforms:
+        if place.length * (_MAX_RATIO if key in self.transforms else 1) < num_bytes:
             raise self._error(f"{place.length:,} bytes of data of the {num_bytes:,} of the chunk at {box.start}", key)
         return place
 
@@ -176,6 +187,8 @@ class _Part:
         if descriptors:
             if not isinstance(descriptors, list) or not all(isinstance(text, str) for text in descriptors):
                 raise self._error("extensions without names", key)
+            if len(descriptors) > _MAX_EXTENSIONS:
+                raise self._error(f"{len(descriptors):,} extensions", key)
             self.transforms[key] = tuple(descriptors)
         self._places[key, None if start is None else self._sizes(start, key)] = Place(file, offset, length)
         self.file_bytes[file] = max(self.file_bytes.get(file, 0), offset + length)
@@ -205,8 +218,8 @@ def _paths(planner_data: object) -> dict[str, tuple[str, ...]]:
         return {}
     paths = {}
     for key, path in planner_data.items():
-        is_path = isinstance(path, tuple) and path and all(isinstance(part, (str, int)) for part in path)
-        if not isinstance(key, str) or not is_path:
+        is_path = isinstance(path, tuple) and 0 < len(path) <= _MAX_PATH_LENGTH
+        if not isinstance(key, str) or not is_path or not all(isinstance(part, (str, int)) for part in path):
             return {}
         paths[key] = tuple(map(str, path))
     return paths
@@ -232,10 +245,7 @@ def read_metadata(folder: Path, names: Iterable[str]) -> Metadata:
 
 def _read(file: Path) -> object:
     try:
-        num_bytes = file.stat().st_size
-        if num_bytes > _MAX_BYTES:
-            raise SourceError("metadata too large to be true", file=file, found=f"{num_bytes:,} bytes")
-        data = file.read_bytes()
+        data = read_file(file, _MAX_BYTES)
     except OSError as error:
         raise SourceError("metadata that cannot be read", file=file, found=error.strerror or error) from error
     return unpickle(data, _NAMES, file=file)

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from ..errors import NotFoundError, SourceError, UnsafeInputError, UsageError, listing
+from ..errors import ExportError, NotFoundError, SourceError, UnsafeInputError, UsageError, listing
+from ..paths import is_file, is_folder
 from ..publish import MARKER
 from . import dcp, hf_files, rank_files, torch_file
 from .dcp import DcpSource
 from .hf_folder import HfFolderSource
 from .rank_files import RankFilesSource
 from .stored import StoredSource
-from .survey import MAX_DEPTH, Survey, entries, is_folder
+from .survey import MAX_DEPTH, Survey, entries
 from .torch_file import TorchFileSource
 
 __all__ = ["open_source"]
@@ -71,7 +72,8 @@ def open_source(
 ) -> StoredSource:
     """Find a checkpoint and open it.
 
-    A folder that is a checkpoint itself is taken as it is, whatever lies below it. Else the newest complete sharded
+    A folder that is a checkpoint itself, by the names that its files usually have, is taken as it is, whatever lies
+    below it. Else the newest complete sharded
     checkpoint at most four levels below is: what a trainer wrote down as its latest step, in a file or link beside its
     steps, counts first, then the epoch and step in the names of folders, and where names have none, the time. A newer
     step that is incomplete is skipped with a warning. Optimizers, which some trainers save beside the model, do not
@@ -96,14 +98,15 @@ def open_source(
         UnsafeInputError: It names code.
     """
     open_as = partial(_open, prefix=prefix, ranks=ranks, rank=rank, device=device)
-    if path.is_file():
+    if is_file(path):
         kind = _layout_of([path.name]) or (_HUGGING_FACE if path.suffix == ".safetensors" else _TORCH_FILE)
         return open_as(path.parent if kind is _DCP else path, kind)
-    if not path.is_dir():
+    if not is_folder(path):
         raise NotFoundError(f"{path} does not exist", fix=_WAY_OUT)
     names = _file_names(path)
     layout = _layout_of(names)
-    if layout is not None and (_counts(names) or (layout is _HUGGING_FACE and MARKER not in names)):
+    is_whole = (layout is _HUGGING_FACE and MARKER not in names) or torch_file.holds_model(names)
+    if layout is not None and (_counts(names) or is_whole):
         return open_as(path, layout)
     survey = Survey(path, _counts)
     found = _newest(survey, open_as)
@@ -140,8 +143,10 @@ def _newest(survey: Survey, open_as: Callable[[Path, _Layout], StoredSource]) ->
     Raises:
         UsageError: There are several.
         SourceError: There are some, but none is complete; the newest one's error.
+        NotFoundError: None of them holds a model.
     """
     errors: list[SourceError] = []
+    without_model: list[NotFoundError] = []
     for folders in survey.newest_first():
         complete: dict[Path, StoredSource] = {}
         for folder in folders:
@@ -151,6 +156,8 @@ def _newest(survey: Survey, open_as: Callable[[Path, _Layout], StoredSource]) ->
                     complete[folder] = open_as(folder, layout)
             except UnsafeInputError:
                 raise
+            except NotFoundError as error:
+                without_model.append(error)
             except SourceError as error:
                 errors.append(error)
                 _log.warning("an incomplete checkpoint is skipped: %s", error)
@@ -160,8 +167,9 @@ def _newest(survey: Survey, open_as: Callable[[Path, _Layout], StoredSource]) ->
             raise UsageError(what, file=survey.root, found=found, fix="Name one of them")
         if complete:
             return next(iter(complete.values()))
-    if errors:
-        raise errors[0]
+    failures: list[ExportError] = [*errors, *without_model]
+    if failures:
+        raise failures[0]
     return None
 
 

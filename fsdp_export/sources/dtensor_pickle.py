@@ -21,6 +21,10 @@ __all__ = ["STATE_NAMES", "DTensor", "DeviceMesh", "Meshes", "sharding_of"]
 
 _DTENSOR, _OLD_DTENSOR = "DTensor", "DTensor before torch 2.5"
 _Axis = list[tuple[int, int]]
+_MAX_RANKS = 1 << 17
+_MAX_RANKS_OF_MESHES = 1 << 20
+_MAX_AXES = 64
+_MAX_NAME_LENGTH = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class Meshes:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._meshes: dict[Record, DeviceMesh] = {}
+        self._num_ranks = 0
 
     @property
     def found(self) -> Collection[DeviceMesh]:
@@ -84,7 +89,11 @@ class Meshes:
         if not isinstance(record, Record):
             raise ValueError("no mesh")
         if record not in self._meshes:
-            self._meshes[record] = self._read(_state(record, "DeviceMesh"))
+            mesh = self._read(_state(record, "DeviceMesh"))
+            self._num_ranks += len(mesh.mesh.ranks)
+            if self._num_ranks > _MAX_RANKS_OF_MESHES:
+                raise ValueError("more meshes than can be")
+            self._meshes[record] = mesh
         return self._meshes[record]
 
     def _read(self, state: Mapping[str, object]) -> DeviceMesh:
@@ -98,10 +107,14 @@ class Meshes:
         if math.prod(mesh.shape) != len(mesh.ranks):
             raise ValueError(f"a mesh of {len(mesh.ranks)} ranks and shape {mesh}")
         names = state.get("mesh_dim_names", state.get("_mesh_dim_names"))
-        names = tuple(map(str, names)) if isinstance(names, tuple) else ()
+        names = names if isinstance(names, tuple) and len(names) == len(mesh.shape) else ()
+        names = tuple(name[:_MAX_NAME_LENGTH] for name in names if isinstance(name, str))
         if not isinstance(saved_by, int):
             saved_by = _rank_at(mesh, state.get("_coordinate_on_dim"))
-        return DeviceMesh(mesh, names, saved_by)
+        ascending = mesh.ascending()
+        if ascending is None:
+            raise ValueError("a mesh whose process groups do not follow it")
+        return DeviceMesh(ascending, names, saved_by)
 
 
 def sharding_of(dtensor: DTensor, mesh: Mesh, name: str) -> Sharding:
@@ -161,13 +174,14 @@ def _placement(record: object, num_dims: int) -> _Placement:
     if "Shard" not in record.kind:
         return _Placement(record.kind, None, 1)
     if not is_count(dim) or dim >= num_dims or not is_count(split_factor):
-        raise ValueError(f"a shard of dim {dim} of {num_dims}")
+        shown = dim if dim is None or isinstance(dim, int) else f"of type {type(dim).__name__}"
+        raise ValueError(f"a shard of dim {shown} of {num_dims}")
     return _Placement(record.kind, dim, split_factor)
 
 
 def _cuts(order: object) -> tuple[tuple[int, int], ...]:
     cuts: list[tuple[int, int]] = []
-    for entry in order if isinstance(order, tuple) else [None]:
+    for entry in order if isinstance(order, tuple) and len(order) <= _MAX_AXES else [None]:
         if not isinstance(entry, _ShardOrderEntry) or not is_count(entry.dim) or not is_counts(entry.axes):
             raise ValueError("an order of shards that is none")
         cuts += [(entry.dim, axis) for axis in entry.axes]
@@ -175,7 +189,7 @@ def _cuts(order: object) -> tuple[tuple[int, int], ...]:
 
 
 def _ranks(value: object) -> tuple[int, ...]:
-    if not is_counts(value) or len(set(value)) < len(value):
+    if not is_counts(value, _MAX_RANKS) or not value or len(set(value)) < len(value):
         raise ValueError("a mesh without its ranks")
     return value
 
@@ -190,6 +204,8 @@ def _axes(layout: object) -> list[_Axis]:
     else:
         shape, stride = (value if isinstance(value, tuple) else (value,) for value in map(state.get, _SHAPE))
         pairs = list(zip(shape, stride, strict=True))
+    if len(pairs) > _MAX_AXES:
+        raise ValueError(f"a mesh of {len(pairs):,} axes")
     return [list(zip(_flat(shape), _flat(stride), strict=True)) for shape, stride in pairs]
 
 
@@ -270,10 +286,8 @@ def _from_type(function: object, _kind: object, arguments: object, state: object
     tensor = function.function(*arguments)
     if not isinstance(tensor, _Wrapper):
         return tensor
-    attributes: dict[object, object] = {}
-    for part in state if isinstance(state, tuple) else (state,):
-        attributes.update(part if isinstance(part, dict) else {})
-    local, spec = attributes.get("_local_tensor"), attributes.get("_spec")
+    parts = [part for part in (state if isinstance(state, tuple) else (state,)) if isinstance(part, dict)]
+    local, spec = (next((part[key] for part in reversed(parts) if key in part), None) for key in _ATTRIBUTES)
     if not isinstance(local, TensorView):
         raise TypeError("a DTensor without a local tensor")
     return DTensor(local, tensor.shape, _state(spec, "DTensorSpec"), tensor.is_old)
@@ -292,6 +306,7 @@ def _ignore(*_: object) -> None:
 
 
 _SHAPE = ("shape", "stride")
+_ATTRIBUTES = ("_local_tensor", "_spec")
 _PLACEMENTS = ("Shard", "_StridedShard", "Replicate", "Partial")
 _SHARDED_TENSOR = Refusal(
     "a ShardedTensor of FSDP1",

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..paths import is_file, is_folder, read_file
 from .archive import is_inside
 from .safetensors_file import parse_json
 
@@ -24,9 +25,10 @@ _ADAPTER = re.compile(r"adapter_model.*")
 # torch's writer: shard-<rank>-model-<file>-of-<files>. Others number whole tensors' files, before or behind the suffix.
 _SHARD = re.compile(r"shard-(\d{1,6})-.+\.safetensors")
 _NUMBERED = re.compile(r"(.+?)(?:\.safetensors)?-(\d{1,6})-of-(\d{1,6})\.safetensors")
-_OF_RANK = re.compile(r"(?:.+[-_.])?rank[-_]?(\d{1,6})(?:[-_.].+)?\.safetensors")
+_OF_RANK = re.compile(r"(?:.+[-_.])?rank[-_]?(\d{1,5})(?:[-_.].+)?\.safetensors")
 # prime-rl gives its files their final names when all ranks have written theirs.
 _TEMPORARY = "tmp-"
+_MAX_FILES = 99_999
 _MAX_INDEX_BYTES = 256 << 20
 _NAME_ANOTHER = "Name the folder that has them"
 _COPY_OTHERS = "Copy the others here, or use another step"
@@ -77,7 +79,7 @@ def find_weights(path: Path) -> WeightFiles:
         UsageError: Several sets could be meant.
         SourceError: Some are missing, are of several saves, or are not what the index says.
     """
-    if path.name.endswith(_SUFFIX) and path.is_file():
+    if path.name.endswith(_SUFFIX) and is_file(path):
         return WeightFiles("safetensors file", (path.name,))
     folder = path.parent if path.name.endswith(_INDEX_SUFFIX) else path
     names = _file_names(folder)
@@ -86,8 +88,9 @@ def find_weights(path: Path) -> WeightFiles:
     whole = [name for name in weights if _stem(name) == _MODEL]
     index_files = [path.name] if folder != path else [name for name in names if name.endswith(_INDEX_SUFFIX)]
     if shards:
-        if whole:
-            raise _two_saves(folder, [shards[0], whole[0]])
+        others = whole or [name for name in weights if name not in shards]
+        if others:
+            raise _two_saves(folder, [shards[0], others[0]])
         return WeightFiles("shards of torch's Hugging Face writer", tuple(shards), are_shards=True)
     if index_files:
         return _from_index(folder, _choose_index(folder, index_files), names)
@@ -109,7 +112,8 @@ def _stem(name: str) -> str:
 def _file_names(folder: Path) -> list[str]:
     try:
         with os.scandir(folder) as entries:
-            return sorted(entry.name for entry in entries if entry.is_file())
+            # What stands in the place of a shard is refused for what it is.
+            return sorted(entry.name for entry in entries if not is_folder(entry) or _SHARD.fullmatch(entry.name))
     except OSError as error:
         found = error.strerror or error
         raise NotFoundError("no folder of weights", file=folder, found=found, fix=_NAME_ANOTHER) from error
@@ -134,7 +138,7 @@ def _from_index(folder: Path, index_file: str, names: Sequence[str]) -> WeightFi
             found=listing(foreign),
             fix="Name a folder whose index lists safetensors files",
         )
-    missing = [file for file in files if not (folder / file).is_file()]
+    missing = [file for file in files if not is_file(folder / file)]
     if missing:
         raise _missing(folder, missing, len(files))
     stems = set(map(_stem, files))
@@ -157,10 +161,7 @@ def read_index(file: Path) -> dict[str, str]:
         SourceError: It cannot be read, or is not understood.
     """
     try:
-        num_bytes = file.stat().st_size
-        if num_bytes > _MAX_INDEX_BYTES:
-            raise SourceError("an index too large to be true", file=file, found=f"{num_bytes:,} bytes")
-        content = parse_json(file.read_bytes())
+        content = parse_json(read_file(file, _MAX_INDEX_BYTES))
     except OSError as error:
         raise SourceError("an index that cannot be read", file=file, found=error.strerror or error) from error
     except ValueError as error:
@@ -209,6 +210,8 @@ def _check_numbers(folder: Path, files: Sequence[str]) -> None:
             raise _two_saves(folder, files)
         return
     total, here = max(totals), {number for number, _ in numbers}
+    if total > _MAX_FILES:
+        raise SourceError(f"one of {total:,} files, which are more than can be,", file=folder / files[0])
     absent = [number for number in range(1, total + 1) if number not in here]
     if absent:
         raise _missing(folder, [_with_number(files[0], number) for number in absent], total)

@@ -2,7 +2,8 @@
 
 torch's Hugging Face writer, and NeMo Automodel which is built on it, leave shards that say where in the full tensors
 they begin, and beside them perhaps the same tensors put together: in `consolidated/` below the shards, or above a
-`sharded/`. What is put together is taken if it is complete and agrees with the shards, else the shards are.
+`sharded/`. What is put together is taken if it is complete and agrees with the shards, else the shards are. Of tensors
+that only begin otherwise nothing tells which are newer, so they are refused.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..paths import is_file, is_folder
 from ..spec import Box
 from .archive import DataFiles, Place
 from .dcp_model import ModelState, find_model, name_keys
@@ -31,6 +33,8 @@ _log = logging.getLogger("fsdp_export")
 
 _WHOLE_FOLDER = "consolidated"
 _SHARDS_FOLDER = "sharded"
+_COMPARE_BYTES = 4096
+_SAVE_OTHERWISE = "Save with torch's HuggingFaceStorageWriter, or whole tensors"
 _OTHER_SAVES = "The files are of different saves; use another step"
 
 
@@ -47,7 +51,7 @@ class HfFolderSource(StoredSource):
 
     Raises:
         NotFoundError: There are no weights, or none below the prefix.
-        UsageError: Several sets of files could be meant.
+        UsageError: Several sets of files could be meant, or what is put together is of another save than the shards.
         SourceError: Files are missing, truncated, damaged or of several saves, or shards leave holes or overlap.
     """
 
@@ -125,7 +129,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 def _choose(path: Path) -> _Weights:
     """Read the headers of a folder and, where ranks wrote shards, of the same tensors put together."""
-    if is_part(path.name) and path.is_file():
+    if is_part(path.name) and is_file(path):
         path = path.parent
     if holds_shards(_file_names(path)):
         shards_folder, whole_folder = path, path / _WHOLE_FOLDER
@@ -143,12 +147,31 @@ def _choose(path: Path) -> _Weights:
         try:
             whole = _read(whole_folder)
             if whole.as_put_together() == shards.as_put_together():
+                _check_same_save(whole, shards)
                 return whole
             found = "other names, shapes or dtypes than in the shards"
         except SourceError as error:
             found = str(error)
         _log.warning("shards are read, for what is put together of them in %s has: %s", whole_folder, found)
     return shards
+
+
+def _check_same_save(whole: _Weights, shards: _Weights) -> None:
+    """Refuse tensors that begin otherwise than in the shards of which they seem to have been put together."""
+    for key, tensor in shards.tensors.items():
+        if not tensor.chunks:
+            continue
+        first, place = tensor.chunks[0], whole.tensors[key].chunks[0].place
+        num_bytes = min(first.box.shape[-1] * tensor.dtype.itemsize, _COMPARE_BYTES)
+        beginning = shards.files.read(first.place.file, first.place.offset, num_bytes)
+        if whole.files.read(place.file, place.offset, num_bytes) != beginning:
+            raise UsageError(
+                "weights that are not those of the shards beside them",
+                name=key,
+                file=whole.files.folder,
+                found=f"other values than in {shards.files.folder}",
+                fix="One of the two is of another save: move away what is not meant",
+            )
 
 
 def _file_names(folder: Path) -> list[str]:
@@ -161,8 +184,12 @@ def _file_names(folder: Path) -> list[str]:
 def _read(path: Path) -> _Weights:
     """Read the headers of the weight files, and check that they fit together."""
     found = find_weights(path)
-    files = DataFiles(path if path.is_dir() else path.parent)
+    files = DataFiles(path if is_folder(path) else path.parent)
     headers = {name: read_header(files, name) for name in found.names}
+    for name, header in headers.items():
+        if header.starts is None and holds_shards([name]):
+            what = "a shard that does not say which part of its tensors it has"
+            raise SourceError(what, file=files.folder / name, fix=_SAVE_OTHERWISE)
     if found.index is not None:
         _check_index(files.folder, found, headers)
     pieces: dict[str, dict[str, Entry]] = {}
@@ -201,7 +228,7 @@ def _put_together(folder: Path, key: str, entries: Mapping[str, Entry], headers:
                 name=key,
                 file=folder,
                 found=listing(entries),
-                fix="Save with torch's HuggingFaceStorageWriter, or whole tensors",
+                fix=_SAVE_OTHERWISE,
             )
         starts[name] = known[key] if known is not None else (0,) * len(entry.shape)
     if len(dtypes) > 1 or len({len(start) for start in starts.values()}) > 1:

@@ -258,24 +258,17 @@ class LiveSource:
 
 
 def _ordered_mesh(device_mesh: DeviceMesh, name: str | None) -> Mesh:
-    """Return a mesh whose ranks ascend along every axis.
-
-    torch numbers the ranks of a process group in ascending order, whatever the mesh says, and a shard lies where the
-    group says: on a mesh [1, 0], FSDP2 gives the first rows to rank 0.
-    """
     ranks = device_mesh.mesh
-    for axis, size in enumerate(ranks.shape):
-        order = ranks.movedim(axis, 0).reshape(size, -1).argsort(0)
-        if (order != order[:, :1]).any():
-            raise SourceError(
-                "a mesh whose process groups do not follow it",
-                name=name,
-                expected="ranks in the same order in every row",
-                found=device_mesh.mesh.tolist(),
-                fix="Make the device mesh of ascending ranks",
-            )
-        ranks = ranks.sort(axis).values
-    return Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape))
+    mesh = Mesh(tuple(ranks.flatten().tolist()), tuple(ranks.shape)).ascending()
+    if mesh is None:
+        raise SourceError(
+            "a mesh whose process groups do not follow it",
+            name=name,
+            expected="ranks in the same order in every row",
+            found=ranks.tolist(),
+            fix="Make the device mesh of ascending ranks",
+        )
+    return mesh
 
 
 def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..paths import is_file
 from ..table import rank_ranges, summary
 from .archive import DataFiles
 from .dcp_model import find_model
@@ -76,7 +77,7 @@ class RankFilesSource(StoredSource):
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        folder, file_name = (path.parent, path.name) if path.is_file() else (path, None)
+        folder, file_name = (path.parent, path.name) if is_file(path) else (path, None)
         chosen, others = _choose(folder, file_name)
         self._files = DataFiles(folder)
         tensors = RankTensors(self._files)
@@ -150,14 +151,16 @@ def _check_complete(folder: Path, chosen: _Set, tensors: RankTensors, keys: Sequ
     """Refuse files without which some block of a tensor is nowhere; return how many others are missing."""
     expected = set(range(chosen.world_size or 0)) | tensors.ranks | set(range(max(chosen.files)))
     missing = sorted(expected - chosen.files.keys())
-    holes = {key: ranks for key in keys if (ranks := tensors.holes(key))}
+    holes = ((key, ranks) for key in keys if (ranks := tensors.holes(key)))
+    hole = next(holes, None)
     # Without DTensors nothing tells whether the other files have the same.
-    if missing and (holes or not tensors.mesh):
+    if missing and (hole or not tensors.mesh):
         verb = "is" if len(missing) == 1 else "are"
         found = f"{len(chosen.files):,} of {len(expected):,} ({rank_ranges(missing)} {verb} missing)"
         fix = "Node-local disks are the usual cause: copy the others here"
         raise SourceError("missing rank files", file=folder, found=found, fix=fix)
-    for key, ranks in holes.items():
+    if hole:
+        key, ranks = hole
         fix = "The files are of different saves; use another step"
         found = f"no block of {rank_ranges(ranks)}"
         raise SourceError("blocks that no file has", name=key, file=folder, found=found, fix=fix)

@@ -76,6 +76,7 @@ class RankTensors:
         self._files = files
         self._tensors: dict[str, _Tensor] = {}
         self._meshes: Counter[str] = Counter()
+        self._num_files = 0
 
     @property
     def mesh(self) -> str:
@@ -90,6 +91,7 @@ class RankTensors:
         """
         if not self.tensors:
             self.file = state.file
+        self._num_files += 1
         self.tensors += [key for key in state.paths if key not in self.paths]
         self.paths |= state.paths
         meshes = Meshes(rank)
@@ -113,6 +115,9 @@ class RankTensors:
         tensor = self._tensors[key]
         if tensor.sharding is None:
             return []
+        if tensor.sharding.is_replicated:  # on more ranks, perhaps, than need be looked at
+            whole = Box.whole(tensor.shape)
+            return [] if 0 in tensor.shape or whole in tensor.blocks else [tensor.sharding.mesh.ranks[0]]
         holders = tensor.sharding.holders(tensor.shape)
         return sorted(ranks[0] for box, ranks in holders if 0 not in box.shape and box not in tensor.blocks)
 
@@ -173,7 +178,9 @@ class RankTensors:
         raise SourceError("rank files that differ", name=key, file=state.file, found=found, fix=_DIFFERENT_SAVES)
 
     def _compare_copies(self, key: str, tensor: _Tensor) -> None:
-        """Refuse a plain tensor of which files have different values."""
+        """Refuse a plain tensor of which files have different values, or some none."""
+        if len(tensor.copies) < self._num_files:
+            raise self._copies_differ(key, f"it in {len(tensor.copies):,} of {self._num_files:,} files")
         first, *others = tensor.copies
         num_rows = tensor.shape[0] if tensor.shape else 1
         row_bytes = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize

@@ -18,6 +18,7 @@ from .unpickle import unpickle
 __all__ = ["StateFile", "locator"]
 
 _MAX_DEPTH = 8
+_MAX_KEY_LENGTH = 10_000
 _MAX_LOCATED = 16_384
 _Entry = tuple[tuple[str, ...], object]
 
@@ -68,6 +69,8 @@ class StateFile:
         return self._archive.stored(view)
 
     def _add(self, path: tuple[str, ...], value: object) -> None:
+        if sum(map(len, path)) > _MAX_KEY_LENGTH:
+            raise SourceError("a key too long to be a name", file=self.file, found=f"{path[-1][:40]!r} ...")
         key = ".".join(path)
         if not isinstance(value, (TensorView, DTensor)):
             self.others.append(key)
@@ -94,8 +97,12 @@ class StateFile:
             elif len(levels) > _MAX_DEPTH:
                 break
             else:
-                levels.append(iter([((*path, str(key)), inner) for key, inner in value.items()]))
+                levels.append(iter([((*path, _text(key)), inner) for key, inner in value.items()]))
         raise SourceError("dicts nested too deep", file=self.file, fix="Save the module's state_dict()")
+
+
+def _text(key: object) -> str:
+    return key if isinstance(key, str) else str(key) if isinstance(key, int) else f"<{type(key).__name__}>"
 
 
 def locator(files: DataFiles) -> Callable[[StoredTensor, Box, Place], Located]:

@@ -35,12 +35,12 @@ class Chunk:
     Attributes:
         box: The block.
         place: Where it lies.
-        copy: Where the last rank that also saved it put its own; None where only one did.
+        copies: Where other ranks that also saved it put their own.
     """
 
     box: Box
     place: Place
-    copy: Place | None = None
+    copies: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class StoredSource:
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Read rows of a tensor into new memory on the source's device; see `Source.rows`."""
         tensor = self._tensors[spec.name]
-        result = torch.empty((stop - first, *tensor.shape[1:]) if tensor.shape else (), dtype=tensor.dtype)
+        result = self._memory(tensor, stop - first)
         for chunk in tensor.chunks:
             begin, end = chunk.box.rows
             low, high = max(first, begin), min(stop, end)
@@ -144,7 +144,7 @@ class StoredSource:
             low, high = max(first, begin), min(stop, end)
             if low >= high:
                 continue
-            if chunk.copy is not None or not chunk.box.has_full_rows(tensor.shape):
+            if chunk.copies or not chunk.box.has_full_rows(tensor.shape):
                 return None
             extent = row_extent(*self._locate(tensor, chunk.box, chunk.place), low - begin, high - begin)
             if extent is None:
@@ -157,11 +157,20 @@ class StoredSource:
         sharding = Sharding.replicated(self.ranks)
         self.specs = tuple(TensorSpec(name, tensor.shape, tensor.dtype, sharding) for name, tensor in tensors.items())
 
+    def _memory(self, tensor: StoredTensor, num_rows: int) -> torch.Tensor:
+        shape = (num_rows, *tensor.shape[1:]) if tensor.shape else ()
+        try:
+            return torch.empty(shape, dtype=tensor.dtype)
+        except RuntimeError as error:
+            num_bytes = math.prod(shape) * tensor.dtype.itemsize
+            what = f"{num_rows:,} rows that do not fit into memory"
+            raise SourceError(what, name=tensor.key, file=self.folder, found=f"{num_bytes:,} bytes") from error
+
     def _read(self, tensor: StoredTensor, chunk: Chunk, first: int, target: torch.Tensor) -> None:
         files, stored = self._locate(tensor, chunk.box, chunk.place)
         read_rows(files, stored, first, target)
-        if chunk.copy is not None:
-            files, stored = self._locate(tensor, chunk.box, chunk.copy)
+        for place in chunk.copies:
+            files, stored = self._locate(tensor, chunk.box, place)
             copy = torch.empty_like(target, memory_format=torch.contiguous_format)
             read_rows(files, stored, first, copy)
             if not torch.equal(_as_bytes(target), _as_bytes(copy)):
@@ -169,7 +178,7 @@ class StoredSource:
                     "a tensor of which ranks saved different copies",
                     name=tensor.key,
                     file=files.folder,
-                    found=f"{chunk.place.file} and {chunk.copy.file}",
+                    found=f"{chunk.place.file} and {place.file}",
                     fix="Save it as a DTensor if it is sharded, or leave it out with --exclude",
                 )
 

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 
+from ..paths import is_folder, read_file
 from .dcp_metadata import METADATA
 
-__all__ = ["MAX_DEPTH", "Survey", "entries", "is_folder"]
+__all__ = ["MAX_DEPTH", "Survey", "entries"]
 
 MAX_DEPTH = 4
 """How many levels below a folder checkpoints are looked for."""
@@ -21,6 +22,7 @@ _log = logging.getLogger("fsdp_export")
 
 _MAX_FOLDERS = 20_000
 _MAX_DIGITS = 18
+_MAX_LINE_BYTES = 4096
 # Of verl and Megatron, and of SkyRL: the step, in digits.
 _STEP_FILES = frozenset({"latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"})
 _LATEST = frozenset({"LATEST", "latest", "LATEST.txt", "latest.txt"})
@@ -142,18 +144,9 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Tell whether an entry is a folder, or a link to one."""
-    try:
-        return entry.is_dir()
-    except OSError:
-        return False
-
-
 def _first_line(file: Path) -> str:
     try:
-        with file.open("rb") as stream:
-            return stream.readline(4096).decode(errors="replace").strip()
+        return read_file(file).partition(b"\n")[0][:_MAX_LINE_BYTES].decode(errors="replace").strip()
     except OSError:
         return ""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 
@@ -11,9 +10,11 @@ import torch
 
 from ..errors import SourceError
 from .archive import is_possible
-from .unpickle import Call, Names, is_count, is_counts, unpickle
+from .unpickle import Call, Names, Refusal, is_count, is_counts, unpickle
 
 __all__ = ["TENSOR_NAMES", "TensorView", "dtype_names", "find_storage", "read_tensor"]
+
+_QUANTIZED = Refusal("a tensor that torch quantized", "Save it as floating numbers: tensor.dequantize()")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class TensorView:
 
     Attributes:
         storage_key: Name of the storage in the archive.
+        storage_bytes: Bytes that it has.
         dtype: The dtype.
         offset: Elements of the storage before the first one.
         shape: The shape.
@@ -29,6 +31,7 @@ class TensorView:
     """
 
     storage_key: str
+    storage_bytes: int
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
@@ -79,9 +82,13 @@ def read_tensor(data: bytes, *, file: str | PathLike[str], name: str) -> TensorV
     return tensor
 
 
-def dtype_names() -> Mapping[str, torch.dtype]:
-    """Return the dtypes by the global names that stand for them in a pickle."""
-    return {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+def dtype_names() -> Names:
+    """Return the dtypes by the global names that stand for them in a pickle; not those of quantized tensors."""
+    return {
+        f"torch.{name}": _QUANTIZED if name.startswith(("qint", "quint")) else value
+        for name, value in vars(torch).items()
+        if isinstance(value, torch.dtype)
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +101,15 @@ class _StorageType:
 @dataclass(frozen=True, slots=True)
 class _Storage:
     key: str
+    num_bytes: int
     dtype: object
 
 
 def find_storage(persistent_id: object) -> object:
     """Return what a persistent id in a pickle of tensors stands for, for `unpickle`."""
     match persistent_id:
-        case ("storage", _StorageType(dtype), str(key), _, _):
-            return _Storage(key, dtype)
+        case ("storage", _StorageType(dtype), str(key), _, int(count)) if is_count(count):
+            return _Storage(key, count * (dtype.itemsize if dtype else 1), dtype)
     raise ValueError("a persistent id that is no storage")
 
 
@@ -111,24 +119,27 @@ def _tensor_v2(storage: object, *arguments: object) -> TensorView:
         raise TypeError("a tensor without a storage")
     if metadata:
         raise ValueError("a tensor that is yet to be conjugated or negated")
-    return _view(storage.key, storage.dtype, offset, shape, strides)
+    return _view(storage, offset, shape, strides)
 
 
 def _tensor_v3(storage: object, *arguments: object) -> TensorView:
     offset, shape, strides, requires_grad, hooks, dtype, metadata = (*arguments, None)[:7]
     if not isinstance(storage, _Storage):
         raise TypeError("a tensor without a storage")
-    return _tensor_v2(_Storage(storage.key, dtype), offset, shape, strides, requires_grad, hooks, metadata)
+    return _tensor_v2(
+        _Storage(storage.key, storage.num_bytes, dtype), offset, shape, strides, requires_grad, hooks, metadata
+    )
 
 
-def _view(key: str, dtype: object, offset: object, shape: object, strides: object) -> TensorView:
+def _view(storage: _Storage, offset: object, shape: object, strides: object) -> TensorView:
+    dtype = storage.dtype
     if not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor without a dtype")
     if not is_count(offset) or not is_counts(shape) or not is_counts(strides) or len(shape) != len(strides):
         raise ValueError("a tensor without a shape")
     if not is_possible(shape):
         raise ValueError("a shape larger than any tensor")
-    return TensorView(key, dtype, offset, shape, strides)
+    return TensorView(storage.key, storage.num_bytes, dtype, offset, shape, strides)
 
 
 def _parameter(data: object, _requires_grad: object, _hooks: object) -> object:

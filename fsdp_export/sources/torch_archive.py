@@ -11,6 +11,7 @@ import os
 import struct
 import zipfile
 import zlib
+from bisect import bisect_right
 from dataclasses import dataclass
 
 from ..errors import SourceError
@@ -20,9 +21,10 @@ from .tensor_pickle import TensorView, read_tensor
 __all__ = ["Archive", "StoredView", "locate", "locate_view"]
 
 _MAX_INDEX_BYTES = 256 << 20
-_MAX_CHUNK_INDEX_BYTES = 1 << 20
+_MAX_CHUNK_INDEX_BYTES = 128 << 10  # what torch writes has less than 2 KiB, and a zip may have 64 KiB of comment
 _SIGNATURE = b"PK\x03\x04"
 _HEADER = struct.Struct("<4s22xHH")
+_EXTRA = struct.Struct("<HH")
 # What torch wrote before 1.6, and still does if asked: pickles one after another, the first of which is this number.
 _OLD_FORMAT = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ArithmeticError, EOFError, LookupError, RuntimeError, ValueError)
@@ -32,7 +34,7 @@ _WRITE_ANEW = "Write it anew: torch.save(torch.load(file, weights_only=True), fi
 
 @dataclass(frozen=True, slots=True)
 class StoredView(Place):
-    """A tensor in an archive; its place begins with the header of its storage's member and ends with the archive.
+    """A tensor in an archive; its place begins with the header of its storage's member and ends before the next one.
 
     Attributes:
         view: How it lies in the storage.
@@ -56,6 +58,7 @@ class Archive:
     def __init__(self, files: ByteFiles, place: Place, name: str | None = None) -> None:
         self.files, self.place, self.name = files, place, name
         self._max_bytes = _MAX_INDEX_BYTES if name is None else _MAX_CHUNK_INDEX_BYTES
+        self._bounds: list[int] = []
         self._members = self._read_directory()
         pickles = [member for member in self._members if member.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -81,8 +84,16 @@ class Archive:
         info = self._member(f"data/{view.storage_key}")
         if view.end * view.dtype.itemsize > info.file_size:
             raise self._error("a tensor larger than its storage", f"{info.file_size:,} bytes")
+        if view.storage_bytes != info.file_size:
+            found = f"{view.storage_bytes:,} bytes and {info.file_size:,}"
+            raise self._error("a storage that is not as large as its pickle says", found)
         header = info.header_offset
-        return StoredView(self.place.file, self.place.offset + header, self.place.length - header, view)
+        return StoredView(self.place.file, self.place.offset + header, self._end_of(info) - header, view)
+
+    def _end_of(self, info: zipfile.ZipInfo) -> int:
+        """Return where in the archive the next member begins, or the directory."""
+        position = bisect_right(self._bounds, info.header_offset)
+        return self._bounds[position] if position < len(self._bounds) else self.place.length
 
     def _read_directory(self) -> dict[str, zipfile.ZipInfo]:
         head = self.files.read(self.place.file, self.place.offset, min(self.place.length, 32))
@@ -92,9 +103,16 @@ class Archive:
             raise self._error("no archive of torch.save" if self.name is None else "no archive")
         try:
             with zipfile.ZipFile(_Window(self.files, self.place, self._max_bytes)) as archive:
-                return {member.filename: member for member in archive.infolist()}
+                members, begin_of_directory = archive.infolist(), archive.start_dir
         except _ZIP_ERRORS as error:
             raise self._error("a damaged archive", error) from error
+        by_name = {member.filename: member for member in members}
+        if len(by_name) < len(members):
+            raise self._error("a damaged archive", "a member that stands twice")
+        self._bounds = sorted([*(member.header_offset for member in members), begin_of_directory])
+        if self._bounds[0]:
+            raise self._error("a damaged archive", f"{self._bounds[0]:,} bytes before its members")
+        return by_name
 
     def _member(self, name: str) -> zipfile.ZipInfo:
         info = self._members.get(self._root + name)
@@ -111,7 +129,7 @@ class Archive:
         info = self._member(name)
         if info.file_size > self._max_bytes:
             raise self._error("a damaged archive", f"{info.filename} of {info.file_size:,} bytes")
-        begin = _begin(self.files, self.place.file, self.place.offset + info.header_offset)
+        begin = _begin(self.files, self.place.file, self.place.offset + info.header_offset, f"/{name}")
         data = self.files.read(self.place.file, begin, info.file_size)
         # torch can be told not to compute checksums, and then writes 0.
         if info.CRC not in {0, zlib.crc32(data)}:
@@ -151,18 +169,33 @@ def locate_view(files: ByteFiles, stored: StoredView) -> Strided:
         SourceError: The file cannot be read, or has no such member there.
     """
     view, itemsize = stored.view, stored.view.dtype.itemsize
-    begin = _begin(files, stored.file, stored.offset)
+    begin = _begin(files, stored.file, stored.offset, f"/data/{view.storage_key}")
     if begin + view.end * itemsize > stored.offset + stored.length:
         raise _no_member(files, stored.file, stored.offset)
     return Strided(stored.file, begin + view.offset * itemsize, view.dtype, view.shape, view.strides)
 
 
-def _begin(files: ByteFiles, file: str, header: int) -> int:
-    """Return the byte in a file at which the bytes of a member begin whose header is at a byte."""
+def _begin(files: ByteFiles, file: str, header: int, suffix: str) -> int:
+    """Return the byte in a file at which the bytes of a member begin whose header is at a byte.
+
+    The header is checked as far as it goes: no checksum of a storage is, and what is wrong here would read as values.
+    """
     signature, name_bytes, extra_bytes = _HEADER.unpack(files.read(file, header, _HEADER.size))
     if signature != _SIGNATURE:
         raise _no_member(files, file, header)
-    return header + _HEADER.size + int(name_bytes) + int(extra_bytes)
+    begin = header + _HEADER.size
+    rest = files.read(file, begin, name_bytes + extra_bytes)
+    if not rest[:name_bytes].endswith(suffix.encode()) or not _are_records(rest[name_bytes:]):
+        raise _no_member(files, file, header)
+    return begin + int(name_bytes) + int(extra_bytes)
+
+
+def _are_records(extra: bytes) -> bool:
+    """Tell whether records fill the part of a header in which torch has its padding."""
+    position = 0
+    while position + _EXTRA.size <= len(extra):
+        position += _EXTRA.size + _EXTRA.unpack_from(extra, position)[1]
+    return position == len(extra)
 
 
 def _no_member(files: ByteFiles, file: str, header: int) -> SourceError:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..paths import is_file, is_folder
 from ..spec import Box
 from ..table import summary
 from .archive import DataFiles
@@ -21,7 +22,7 @@ from .state_file import StateFile, locator
 from .stored import Chunk, StoredSource, StoredTensor
 from .tensor_pickle import TensorView
 
-__all__ = ["TorchFileSource", "recognizes"]
+__all__ = ["TorchFileSource", "holds_model", "recognizes"]
 
 _STATE_FILE = re.compile(r".+\.(bin|pt|pth|ckpt)")
 _INDEX = re.compile(r".+\.(bin|pt|pth)\.index\.json")
@@ -73,7 +74,7 @@ class TorchFileSource(StoredSource):
         rank: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        file = path / _choose(path) if path.is_dir() else path
+        file = path / _choose(path) if is_folder(path) else path
         self._files = DataFiles(file.parent)
         holders = self._open_indexed(file) if _INDEX.fullmatch(file.name) else self._open(file)
         entries = _Entries(file, list(holders), {key: state.paths[key] for key, state in holders.items()})
@@ -99,7 +100,7 @@ class TorchFileSource(StoredSource):
         """Return for every key of an index the file that has it."""
         index = read_index(index_file)
         names = sorted(set(index.values()))
-        missing = [name for name in names if not (index_file.parent / name).is_file()]
+        missing = [name for name in names if not is_file(index_file.parent / name)]
         if missing:
             found = f"{len(names) - len(missing):,} of {len(names):,} files, without {listing(missing)}"
             raise SourceError("missing files", file=index_file, found=found, fix="Copy the others here")
@@ -122,6 +123,11 @@ class TorchFileSource(StoredSource):
 def recognizes(file_names: Collection[str]) -> bool:
     """Tell from the names of a folder's files whether one of them, or several with an index, may be a full model."""
     return bool(_candidates(file_names))
+
+
+def holds_model(file_names: Collection[str]) -> bool:
+    """Tell whether one of a folder's files has a name that only whole models have."""
+    return not set(_KNOWN).isdisjoint(file_names)
 
 
 def _candidates(file_names: Iterable[str]) -> list[str]:

@@ -23,6 +23,10 @@ __all__ = ["Call", "Kind", "Names", "Record", "Refusal", "is_count", "is_counts"
 # A pickler empties its stack every 1,000 items; only a file made to fill the memory comes near this.
 _MAX_STACK = 1_000_000
 _MAX_COUNT = 1 << 62
+# What a pickle has named once it can repeat for two bytes, and whoever walks through a value pays for it every time.
+_MAX_ARGUMENTS = 1000
+_MAX_REPEATED = 10
+_MAX_DIMS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +109,9 @@ def is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and 0 <= value < _MAX_COUNT
 
 
-def is_counts(value: object) -> TypeGuard[tuple[int, ...]]:
-    """Tell whether a value of a pickle is a tuple of such numbers."""
-    return isinstance(value, tuple) and all(map(is_count, value))
+def is_counts(value: object, max_counts: int = _MAX_DIMS) -> TypeGuard[tuple[int, ...]]:
+    """Tell whether a value of a pickle is a tuple of such numbers, not more than a tensor can have dims."""
+    return isinstance(value, tuple) and len(value) <= max_counts and all(map(is_count, value))
 
 
 class _RefusedNameError(Exception):
@@ -127,6 +131,8 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[int] = []
         self.memo: dict[int, Any] = {}
+        self.num_repeated = 0
+        self.frame_end = 0
 
     def run(self) -> Any:
         """Execute opcodes up to the one that stops."""
@@ -135,6 +141,7 @@ class _Machine:
             opcode = data[self.position]
             self.position += 1
             if opcode == _STOP:
+                self.end_frame(self.position)
                 return stack.pop()
             handler = _HANDLERS.get(opcode)
             if handler is None:
@@ -162,6 +169,15 @@ class _Machine:
     def push(self, value: object) -> None:
         self.stack.append(value)
 
+    def repeat(self, key: int) -> None:
+        """Push a value that was memoized."""
+        value = self.memo[key]
+        if isinstance(value, list):
+            self.num_repeated += len(value)
+            if self.num_repeated > _MAX_REPEATED * len(self.data):
+                _fail("lists that are repeated too often")
+        self.push(value)
+
     def mark(self) -> None:
         self.marks.append(len(self.stack))
 
@@ -175,6 +191,16 @@ class _Machine:
         version = self.take_integer(1)
         if version > pickle.HIGHEST_PROTOCOL:
             _fail(f"protocol {version}")
+
+    def begin_frame(self) -> None:
+        """Note where a frame ends: of what is cut out of a pickle nothing else may tell."""
+        self.end_frame(self.position - 1)
+        length = self.take_integer(8)
+        self.frame_end = self.position + length
+
+    def end_frame(self, position: int) -> None:
+        if position < self.frame_end:
+            _fail("a frame that ends too early")
 
     def push_long(self) -> None:
         self.push(int.from_bytes(self.take(self.take_integer(1)), "little", signed=True))
@@ -243,13 +269,13 @@ class _Machine:
         arguments, target = self.stack.pop(), self.stack.pop()
         if not isinstance(target, Call) or not isinstance(arguments, tuple):
             _fail("a call of what is no function")
-        self.push(target.function(*arguments))
+        self.push(_result(target, arguments))
 
     def make(self) -> None:
         """Replace a kind by an instance; there must be no arguments but for a function of ours, which takes them."""
         arguments, target = self.stack.pop(), self.stack.pop()
         if isinstance(target, Call) and isinstance(arguments, tuple):
-            self.push(target.function(*arguments))
+            self.push(_result(target, arguments))
         elif isinstance(target, Kind) and arguments == ():
             self.push(Record(target.name))
         else:
@@ -268,6 +294,14 @@ class _Machine:
         if self.persistent is None:
             _fail("a persistent id")
         self.push(self.persistent(self.stack.pop()))
+
+
+def _result(target: Call, arguments: tuple[Any, ...]) -> object:
+    """Call a function of ours, unless it would copy what a pickle repeats."""
+    for values in (arguments, *arguments):
+        if isinstance(values, (tuple, list)) and len(values) > _MAX_ARGUMENTS:
+            _fail("a call with too many arguments")
+    return target.function(*arguments)
 
 
 def _fail(what: str) -> NoReturn:
@@ -311,14 +345,7 @@ def _put(width: int) -> _Handler:
 
 
 def _get(width: int) -> _Handler:
-    return lambda machine: machine.push(machine.memo[machine.take_integer(width)])
-
-
-def _skip(count: int) -> _Handler:
-    def handler(machine: _Machine) -> None:
-        machine.take(count)
-
-    return handler
+    return lambda machine: machine.repeat(machine.take_integer(width))
 
 
 _STOP = pickle.STOP[0]
@@ -327,7 +354,7 @@ _HANDLERS: dict[int, _Handler] = {
     opcode[0]: handler
     for opcode, handler in (
         (pickle.PROTO, _Machine.skip_protocol),
-        (pickle.FRAME, _skip(8)),
+        (pickle.FRAME, _Machine.begin_frame),
         (pickle.MARK, _Machine.mark),
         (pickle.NONE, _push(lambda: None)),
         (pickle.NEWTRUE, _push(lambda: True)),

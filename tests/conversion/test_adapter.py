@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from fsdp_export import Exporter, export_checkpoint
 from fsdp_export.conversion.adapter import load_adapter
 from fsdp_export.conversion.cut import Conversion
 from fsdp_export.errors import PlanError, UsageError
+from fsdp_export.plan import Plan
 from fsdp_export.sinks.base import MemorySink
 from fsdp_export.spec import Sharding, TensorSpec
 
@@ -179,8 +181,8 @@ ROWS = {
     "a copy": (lambda t: {"x": t["a"].clone()}, {"x": None}),
     "cast": (lambda t: {"x": t["a"].half()}, {"x": None}),
     "other bits": (lambda t: {"x": t["a"].view(torch.int32)}, {"x": None}),
-    "changed in place": (lambda t: {"x": t["a"].mul_(2)}, {"x": None}),
-    "written over": (lambda t: {"x": t["a"].copy_(t["b"])}, {"x": None}),
+    "a copy that is changed": (lambda t: {"x": t["a"].clone().mul_(2)}, {"x": None}),
+    "written out": (lambda t: {"x": torch.add(t["a"], t["b"], out=torch.empty_like(t["a"]))}, {"x": None}),
 }
 
 
@@ -203,16 +205,110 @@ def test_rows_are_told_from_what_is_computed(case):
                 assert torch.equal(piece.tensor, expected_rows)
 
 
-def test_outputs_that_share_inputs_are_made_together():
+SQUARES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.transpose(1, 2),
+    "experts first": lambda t: t.permute(2, 0, 1),
+    "turned around": lambda t: t.permute(2, 1, 0),
+    "one expert for all": lambda t: t[:1].expand(4, 4, 4),
+    "one row for all": lambda t: t[:, :1].expand(4, 4, 4),
+    "diagonal": torch.diagonal,
+    "the same": lambda t: t.permute(0, 1, 2),
+    "flattened and back": lambda t: t.reshape(16, 4).view(4, 4, 4),
+}
+
+
+@pytest.mark.parametrize("case", SQUARES)
+def test_the_shape_of_a_square_says_nothing(case, tmp_path):
+    tensor = torch.randn(4, 4, 4)
+    folder = save(tmp_path / "step-1", {"w": tensor})
+    adapter = SimpleNamespace(to_hf=lambda tensors: {"x": SQUARES[case](tensors["w"])})
+    export_checkpoint(folder, tmp_path / "out", adapter=adapter, fsync=False)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["x"], SQUARES[case](tensor))
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bfloat16", "float32"])
+def test_a_scalar_becomes_a_vector(dtype, tmp_path):
+    folder = save(tmp_path / "step-1", {"scale": torch.tensor(1.5, dtype=torch.float16)})
+    adapter = SimpleNamespace(to_hf=lambda tensors: {"scale": tensors["scale"].reshape(1)})
+    export_checkpoint(folder, tmp_path / "out", adapter=adapter, dtype=dtype)
+    assert load_file(tmp_path / "out" / "model.safetensors")["scale"].tolist() == [1.5]
+
+
+def test_outputs_of_the_same_inputs_are_made_together_and_stay_in_order():
     def call(tensors: Tensors) -> Tensors:
-        made = {"x": tensors["a"] + 1, "y": torch.stack([tensors["b"], tensors["a"]])} if "a" in tensors else {}
-        return made | ({"z": tensors["c"] * 2} if "c" in tensors else {})
+        made = {"z": tensors["c"] * 2} if "c" in tensors else {}
+        if "a" in tensors and "b" in tensors:
+            made |= {"x": tensors["a"] + tensors["b"], "y": torch.stack([tensors["b"], tensors["a"]])}
+        return made | ({"w": tensors["c"] + 1} if "c" in tensors else {})
 
     conversion = convert(call, (2,), (2,), (3,))
     steps = conversion.steps(conversion.names, lambda _: torch.float16)
     made = [([spec.name for spec in step.whole], [output.name for output in step.outputs]) for step in steps]
-    assert made == [(["a", "b"], ["x", "y"]), (["c"], ["z"])]
-    assert {output.dtype for step in steps for output in step.outputs} == {torch.float16}
+    assert made == [(["c"], ["z", "w"]), (["a", "b"], ["x", "y"])]
+    plan = Plan(tuple(steps), names=conversion.names)
+    assert [(output.name, output.dtype) for output in plan.outputs] == [(name, torch.float16) for name in "zxyw"]
+
+
+def test_a_shared_input_does_not_join_all_that_it_is_used_for():
+    def call(tensors: Tensors) -> Tensors:
+        return {f"{name}.scaled": tensors[name] * tensors["c"] for name in "ab" if name in tensors}
+
+    conversion = convert(call, (2,), (3,), (1,))
+    steps = conversion.steps(conversion.names, lambda _: None)
+    assert [[spec.name for spec in step.whole] for step in steps] == [["a", "c"], ["b", "c"]]
+
+
+def test_plans_that_take_other_rows_have_other_digests():
+    def halves(names: str) -> Plan:
+        conversion = convert(lambda t: dict(zip(names, t["a"].chunk(2), strict=True)), (4, 6))
+        return Plan(tuple(conversion.steps(conversion.names, lambda _: None)), names=tuple(sorted(names)))
+
+    assert halves("xy").digest == halves("xy").digest != halves("yx").digest
+
+
+class MissesThreads:
+    """Collects what it makes in an attribute, as adapters may that are called once."""
+
+    def to_hf(self, tensors: Tensors) -> Tensors:
+        self.out = {}
+        for name, tensor in tensors.items():
+            self.out[f"hf.{name}"] = tensor.t().contiguous()
+            time.sleep(0.002)
+        return dict(self.out)
+
+
+def test_an_adapter_is_called_by_one_thread_at_a_time(tmp_path):
+    state_dict = {f"{index}": torch.randn(4, 4) for index in range(40)}
+    folder = save(tmp_path / "step-1", state_dict)
+    export_checkpoint(folder, tmp_path / "out", adapter=MissesThreads(), fsync=False)
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert_same(in_order(saved, expected := MissesThreads().to_hf(state_dict)), expected)
+
+
+class Turns:
+    """Does otherwise when there are values."""
+
+    def __init__(self, turn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.turn = turn
+
+    def to_hf(self, tensors: Tensors) -> Tensors:
+        return {name: self.turn(tensor) if not tensor.is_meta else tensor + 1 for name, tensor in tensors.items()}
+
+
+def test_an_adapter_that_does_otherwise_with_values_is_caught(folder, tmp_path):
+    def fails(_: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+    for turn, message in (
+        (
+            lambda tensor: tensor.new_empty((2, *tensor.shape)),
+            "the conversion makes something else of values than was ",
+        ),
+        (fails, "the conversion fails on tensors with values: found ValueError: boom"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            export_checkpoint(folder, tmp_path / "out", adapter=Turns(turn), fsync=False)
+        assert not (tmp_path / "out").exists() or not list((tmp_path / "out").glob("*.safetensors"))
 
 
 FAILS = "the conversion fails on tensors without values: found {}. It must fit the checkpoint's names and shapes, "
@@ -228,6 +324,14 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "nothing": (
         lambda t: {name: tensor for name, tensor in t.items() if name == "c"},
         "the conversion knows none of the tensors: found 2 tensors: a, b. ",
+    ),
+    "changes its input": (
+        lambda t: {"x": t["a"].mul_(2), "y": t["b"][1:].zero_()},
+        "the conversion changes tensors in place: found a, b. ",
+    ),
+    "writes out into its input": (
+        lambda t: {"x": torch.add(t["b"], 1, out=t["a"])},
+        "the conversion changes tensors in place: found a. ",
     ),
     "whole only": (
         lambda t: {"x": t["a"] * 2, "y": t["b"] * 2} if len(t) == 2 else {},

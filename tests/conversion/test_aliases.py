@@ -166,6 +166,13 @@ def test_wrappers_do_not_hide_what_a_class_declares() -> None:
         pytest.param({"architectures": None, "model_type": "nobodys"}, {}, id="unknown-model-type"),
         pytest.param({"architectures": None, "model_type": None}, {}, id="no-model-type"),
         pytest.param({"num_attention_heads": "many"}, {}, id="config-that-no-class-takes"),
+        pytest.param({"num_hidden_layers": 10**9}, {}, id="layers-without-end"),
+        pytest.param({"architectures": 3, "model_type": ["gemma"]}, {}, id="architectures-and-type-that-are-none"),
+        pytest.param(
+            {"attn_implementation": "nobody/kernel", "_attn_implementation": "nobody/kernel"},
+            {"lm_head.weight": "model.embed_tokens.weight"},
+            id="kernel-of-the-hub",
+        ),
     ],
 )
 def test_declared_aliases_of_a_config(config: dict[str, object], expected: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ import transformers
 from safetensors import safe_open
 from torch import nn
 
+from fsdp_export.conversion import twin as twin_module
 from fsdp_export.conversion.twin import hub_form, meta_twin
 
 LLAMA: dict[str, Any] = {
@@ -97,3 +98,34 @@ def test_a_conversion_that_fails_leaves_the_form_of_the_modules(monkeypatch):
     assert hub_form(twin, ["lm_head.weight"]) == {"lm_head.weight": (32, 16)}
     monkeypatch.setattr(core, "revert_weight_conversion", lambda *_: 1 / 0, raising=False)
     assert hub_form(twin, ["lm_head.weight"]) == {"lm_head.weight": (32, 16)}
+
+
+CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "use_kernels")
+
+
+@pytest.mark.parametrize("key", CODE)
+def test_implementations_that_a_config_names_are_not_looked_for(key, monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        pytest.fail("code of a repository would be loaded")
+
+    from transformers.integrations import hub_kernels
+
+    for name in dir(hub_kernels):
+        if name.startswith(("load", "get_kernel", "register")) and callable(getattr(hub_kernels, name)):
+            monkeypatch.setattr(hub_kernels, name, fail)
+    code = {key: "someone/kernels"}
+    twin: Any = meta_twin({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **LLAMA, **code})
+    assert twin is not None
+    assert "someone" not in str(vars(twin.config))
+
+
+def test_a_model_with_many_more_tensors_than_the_checkpoint_is_not_built(monkeypatch, caplog):
+    config = {"architectures": ["LlamaForCausalLM"], **LLAMA}
+    assert meta_twin({**config, "num_hidden_layers": 1003}, 2) is None
+    monkeypatch.setattr(twin_module, "_MORE_NAMES", 4)
+    monkeypatch.setattr(twin_module, "_CALLS_PER_NAME", 3)
+    assert meta_twin({**config, "num_hidden_layers": 6}, 2) is None
+    assert [message.rpartition("compared: ")[2] for message in caplog.messages] == [
+        "num_hidden_layers is 1,003, and the checkpoint has 2 tensors",
+        "a model with many more tensors than the checkpoint",
+    ]

@@ -329,7 +329,9 @@ def empty_metadata(folder: Path) -> None:
     os.truncate(folder / ".metadata", 0)
 
 
-@_refused(SourceError, "metadata too large to be true in {folder}/.metadata: found 2,147,483,649 bytes")
+@_refused(
+    SourceError, "metadata that cannot be read in {folder}/.metadata: found 2,147,483,649 bytes, which is too large"
+)
 def boundless_metadata(folder: Path) -> None:
     put_together(folder, {"w": FULL})
     os.truncate(folder / ".metadata", (2 << 30) + 1)
@@ -590,3 +592,45 @@ def other_folder(folder: Path) -> None:
     folder.mkdir()
     (folder / "config.json").touch()
     (folder / "model.safetensors").touch()
+
+
+def _replace_in_metadata(folder: Path, old: bytes, new: bytes) -> None:
+    data = (folder / ".metadata").read_bytes()
+    assert old in data
+    (folder / ".metadata").write_bytes(data.replace(old, new, 1))
+
+
+@_refused(
+    SourceError,
+    "tensors without an entry in {folder}/.metadata: found 'v'. Copy the file here again, or use another step.",
+)
+def tensor_without_an_entry(folder: Path) -> None:
+    put_together(folder, {"w": FULL, "v": FULL})
+    edit_metadata(folder, lambda metadata: metadata.state_dict_metadata.pop("v"))
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense for 'model.embex' in {folder}/.metadata: found a name that is not made of its keys. "
+    "Copy the file here again, or use another step.",
+)
+def name_that_is_not_made_of_its_keys(folder: Path) -> None:
+    save(folder, {"model": {"embed": FULL, "head": FULL}})
+    _replace_in_metadata(folder, b"model.embed", b"model.embex")
+
+
+@_refused(
+    SourceError,
+    "metadata that make no sense in {folder}/.metadata: found one entry under two names. Copy the file here again, or "
+    "use another step.",
+)
+def one_entry_under_two_names(folder: Path) -> None:
+    put_together(folder, {"w": FULL, "v": FULL})
+    edit_metadata(folder, lambda metadata: metadata.state_dict_metadata.update(v=metadata.state_dict_metadata["w"]))
+
+
+@_refused(SourceError, "metadata that cannot be read in {folder}/.metadata: found Not a regular file")
+def pipe_for_metadata(folder: Path) -> None:
+    put_together(folder, {"w": FULL})
+    (folder / ".metadata").unlink()
+    os.mkfifo(folder / ".metadata")

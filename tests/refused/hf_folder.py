@@ -141,7 +141,9 @@ def truncated_index(folder: Path) -> None:
     os.truncate(folder / INDEX, 30)
 
 
-@_refused(SourceError, f"an index too large to be true in {{folder}}/{INDEX}: found 268,435,457 bytes")
+@_refused(
+    SourceError, f"an index that cannot be read in {{folder}}/{INDEX}: found 268,435,457 bytes, which is too large"
+)
 def boundless_index(folder: Path) -> None:
     write(folder, TWO, index=True)
     os.truncate(folder / INDEX, (256 << 20) + 1)
@@ -564,3 +566,49 @@ def dtype_that_torch_lacks(folder: Path) -> None:
 )
 def half_a_byte(folder: Path) -> None:
     _raw(folder, {"a": _entry(dtype="F4", shape=[2, 3], offsets=[0, 3])}, bytes(3))
+
+
+@_refused(
+    SourceError,
+    "a shard that does not say which part of its tensors it has in "
+    "{folder}/shard-00001-model-00001-of-00001.safetensors. Save with torch's HuggingFaceStorageWriter, or whole "
+    "tensors.",
+)
+def shard_that_does_not_say_of_what(folder: Path) -> None:
+    write(folder, {"shard-00001-model-00001-of-00001.safetensors": {"w": FULL[:4]}})
+
+
+@_refused(
+    SourceError,
+    "weights of two saves in {folder}: found renamed.safetensors, "
+    "shard-00001-model-00001-of-00001.safetensors. Move those away that are not meant.",
+)
+def shard_that_was_renamed(folder: Path) -> None:
+    _shards(folder, (FULL[:4], [0, 0]), (FULL[4:], [4, 0]))
+    second = folder / "shard-00002-model-00001-of-00001.safetensors"
+    second.rename(folder / "renamed.safetensors")
+
+
+@_refused(
+    SourceError,
+    "a data file that cannot be read in {folder}/shard-00002-model-00001-of-00001.safetensors: found Is a directory",
+)
+def folder_in_the_place_of_a_shard(folder: Path) -> None:
+    _shards(folder, (FULL[:4], [0, 0]))
+    (folder / "shard-00002-model-00001-of-00001.safetensors").mkdir()
+
+
+@_refused(
+    SourceError, "one of 999,999 files, which are more than can be, in {folder}/model-00001-of-999999.safetensors"
+)
+def one_of_very_many_files(folder: Path) -> None:
+    write(folder, {"model-00001-of-999999.safetensors": {"w": FULL}})
+
+
+@_refused(
+    SourceError,
+    f"missing {'x' * 300}.safetensors in {{folder}}: expected 1 weight files, found 0. Copy the others here, or use "
+    "another step.",
+)
+def name_that_no_file_can_have(folder: Path) -> None:
+    write(folder, {}, index={"w": "x" * 300 + ".safetensors"})

@@ -325,3 +325,12 @@ def shorter_storage(folder: Path) -> None:
 )
 def only_an_optimizer(folder: Path) -> None:
     put_ranks(folder, lambda rank: {"optimizer": {"state": {"w": {"exp_avg": _shards(rank)["w"]}}}}, 2)
+
+
+@_refused(
+    SourceError,
+    "plain tensors that differ from rank to rank for 'v' in {folder}: expected DTensors, or the same values in every "
+    "file, found it in 1 of 2 files. Nothing tells how they make up one tensor: save DTensors, not to_local().",
+)
+def plain_tensor_of_one_rank_alone(folder: Path) -> None:
+    put_ranks(folder, lambda rank: _shards(rank) | ({} if rank else {"v": FULL}), 2)

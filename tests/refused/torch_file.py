@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_folders import as_rank, cut, edit_archive
+from rank_folders import as_rank, cut, edit_archive, edit_pickle
 from refused.dcp import Runs
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -304,3 +304,84 @@ def only_other_files(folder: Path) -> str:
 )
 def no_such_file(folder: Path) -> str:
     return "model.pt"
+
+
+def _overwrite(folder: Path, at: int, new: bytes) -> str:
+    """Put bytes into the only storage's header, counted from its begin; its name is `model/data/0`."""
+    name = _saved(folder, {"w": FULL})
+    data = bytearray((folder / name).read_bytes())
+    header = data.index(b"model/data/0") - 30
+    data[header + at : header + at + len(new)] = new
+    (folder / name).write_bytes(data)
+    return name
+
+
+@_refused(
+    SourceError,
+    "a damaged archive in {folder}/model.pt: found no member at byte 598. Copy the file here again, or use another "
+    "step.",
+)
+def storage_whose_header_has_another_length(folder: Path) -> str:
+    return _overwrite(folder, 28, b"\x14")
+
+
+@_refused(
+    SourceError,
+    "a damaged archive in {folder}/model.pt: found no member at byte 598. Copy the file here again, or use another "
+    "step.",
+)
+def storage_whose_header_has_another_name(folder: Path) -> str:
+    return _overwrite(folder, 41, b"1")
+
+
+@_refused(
+    SourceError,
+    "a damaged archive in {folder}/model.pt: found a member that stands twice. Copy the file here again, or use "
+    "another step.",
+)
+def storage_that_stands_twice(folder: Path) -> str:
+    name = _saved(folder, {"w": FULL, "v": -FULL})
+    file = folder / name
+    at = file.read_bytes().rindex(b"model/data/1")
+    file.write_bytes(file.read_bytes()[: at + 11] + b"0" + file.read_bytes()[at + 12 :])
+    return name
+
+
+@_refused(
+    SourceError,
+    "a damaged archive in {folder}/model.pt: found 9 bytes before its members. Copy the file here again, or use "
+    "another step.",
+)
+def archive_behind_other_bytes(folder: Path) -> str:
+    name = _saved(folder, {"w": FULL})
+    (folder / name).write_bytes(b"PK\x03\x04other" + (folder / name).read_bytes())
+    return name
+
+
+@_refused(
+    SourceError,
+    "a storage that is not as large as its pickle says in {folder}/model.pt: found 160 bytes and 164. Copy the file "
+    "here again, or use another step.",
+)
+def longer_storage(folder: Path) -> str:
+    name = _saved(folder, {"w": FULL})
+    edit_archive(folder / name, lambda member, data: data + bytes(4) if member == "data/0" else data)
+    return name
+
+
+@_refused(
+    SourceError,
+    "a tensor that torch quantized in {folder}/model.pt. Save it as floating numbers: tensor.dequantize().",
+)
+def quantized(folder: Path) -> str:
+    name = _saved(folder, {"w": FULL.to(torch.uint8)})
+    edit_pickle(folder / name, (b"ctorch\nByteStorage\n", b"ctorch\nquint8\n"))
+    return name
+
+
+@_refused(
+    SourceError,
+    "a key too long to be a name in {folder}/model.pt: found 'wwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwwww' ...",
+)
+def endless_name(folder: Path) -> str:
+    return _saved(folder, {"w" * 20_000: FULL})

@@ -318,9 +318,15 @@ def test_weights_and_the_rest_are_never_taken(base: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        pytest.param(b"{", "a config that cannot be read in {file}: expected JSON, found Expecting", id="no-json"),
-        pytest.param(b"\xff", "a config that cannot be read in {file}: expected JSON, found 'utf-8'", id="no-text"),
-        pytest.param(b"[]", "a config that cannot be read in {file}: expected an object, found list", id="no-object"),
+        pytest.param(
+            b"{", "a config that cannot be read in {file}: expected a JSON object, found Expecting", id="no-json"
+        ),
+        pytest.param(
+            b"\xff", "a config that cannot be read in {file}: expected a JSON object, found 'utf-8'", id="no-text"
+        ),
+        pytest.param(
+            b"[]", "a config that cannot be read in {file}: expected a JSON object, found list", id="no-object"
+        ),
     ],
 )
 def test_a_config_that_cannot_be_read_is_named(content: bytes, message: str, base: Path) -> None:
@@ -335,6 +341,34 @@ def test_a_config_that_is_a_folder_is_named(base: Path) -> None:
     (base / "config.json").mkdir()
     with pytest.raises(SourceError, match="found Is a directory"):
         from_folder(base)
+
+
+def test_what_is_too_large_for_what_it_is_called_is_left_out(base: Path, tmp_path: Path) -> None:
+    os.truncate(base / "tokenizer.json", 1 << 40)
+    sidecars, out = from_folder(base), tmp_path / "out"
+    out.mkdir()
+    assert "tokenizer.json" not in write(sidecars, out)
+    assert "tokenizer.json" in sidecars.missing
+    assert "tokenizer.json was not written: too large for what it is called" in sidecars.warnings
+    assert not (out / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"[]", b"null", b'{"auto_map": 3}', b'{"auto_map": {"A": [[], {}, 3]}}', b"[" * 5000, b'{"a":' * 5000],
+    ids=repr,
+)
+def test_a_tokenizer_config_of_any_content_is_copied(content: bytes, base: Path) -> None:
+    (base / "tokenizer_config.json").write_bytes(content)
+    (copied,) = (sidecar for sidecar in from_folder(base).files if sidecar.name == "tokenizer_config.json")
+    assert copied.content == base / "tokenizer_config.json"
+
+
+@pytest.mark.parametrize("code", ["-" * 100_000 + "1", "(" * 100_000, "x = " + "+".join("1" * 100_000), "\0"], ids=len)
+def test_code_that_cannot_be_parsed_is_copied(code: str, base: Path) -> None:
+    (base / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoModel": "mine.Model"}}')
+    (base / "mine.py").write_text(code)
+    assert "mine.py" in {sidecar.name for sidecar in from_folder(base).files}
 
 
 def test_a_base_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from fsdp_export.sidecars.config_json import (
     differences,
     dtype_edits,
     edit_json,
+    parse_object,
     rope_edits,
     untie_edits,
 )
@@ -60,6 +61,7 @@ def test_an_edit_changes_nothing_else(edits: Edits, old: str, new: str) -> None:
         pytest.param('{"a":1}', {("b",): {"c": 2}}, '{"a":1,"b": {"c": 2}}', id="one-line"),
         pytest.param('{"a": 1, "b": 2, "a": 3}', {("a",): REMOVED}, '{"b": 2}', id="key-that-stands-twice"),
         pytest.param('{"a": 1, "a": 3}', {("a",): 4}, '{"a": 1, "a": 4}', id="last-of-two-counts"),
+        pytest.param('{"é": 1}', {("a",): "\ud800"}, '{"é": 1,"a": "\\ud800"}', id="half-of-a-character"),
         pytest.param('{\r\n\t"a": 1\r\n}', {("b",): 2}, '{\r\n\t"a": 1,\r\n\t"b": 2\r\n}', id="crlf-and-tabs"),
     ],
 )
@@ -156,10 +158,32 @@ def test_untie_edits(config: dict[str, Any], expected: Edits) -> None:
         pytest.param(["FSDPA"], None, {("architectures",): ["A"]}, id="wrapped-on-disk"),
         pytest.param(None, None, {}, id="nothing-known"),
         pytest.param(None, "A", {("architectures",): ["A"]}, id="absent"),
+        pytest.param(["FSDPA", 3, None], None, {("architectures",): ["A", 3, None]}, id="no-names"),
+        pytest.param("FSDPA", None, {}, id="no-list"),
+        pytest.param(3, None, {}, id="number"),
     ],
 )
-def test_class_edits(written: list[str] | None, class_name: str | None, expected: Edits) -> None:
+def test_class_edits(written: Any, class_name: str | None, expected: Edits) -> None:
     assert class_edits({"architectures": written}, class_name) == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "found"),
+    [
+        (b'{"a": [1, {"b": 2}]}', None),
+        (b"[]", "list"),
+        (b'{"a": ' * 101 + b"1" + b"}" * 101, "values nested too deeply"),
+        (b'{"a": ' * 100_000, "values nested too deeply"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "Exceeds the limit"),
+    ],
+    ids=["object", "list", "deep", "very deep", "number"],
+)
+def test_an_object_of_a_config_is_read_or_refused(data: bytes, found: str | None) -> None:
+    if found is None:
+        assert parse_object(data) == {"a": [1, {"b": 2}]}
+        return
+    with pytest.raises(ValueError, match=found):
+        parse_object(data)
 
 
 def test_custom_code_of_fsdp_is_dropped() -> None:

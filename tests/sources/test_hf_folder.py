@@ -17,12 +17,12 @@ from hf_folders import INDEX, write, write_index, write_raw, write_shard
 from models import hf_model, meshes_for, shard, tiny
 from ranks import run_ranks
 from refused.hf_folder import REFUSED, Maker
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from stored_sources import assert_equal, assert_holds
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from fsdp_export.errors import ExportError, NotFoundError, SourceError
+from fsdp_export.errors import ExportError, NotFoundError, SourceError, UsageError
 from fsdp_export.sources.base import Source
 from fsdp_export.sources.hf_folder import HfFolderSource
 
@@ -152,6 +152,19 @@ def test_shards_are_read_where_what_is_put_together_is_not_the_same(
     assert source.folder == shards
     (message,) = caplog.messages
     assert message.startswith(f"shards are read, for what is put together of them in {whole} has: {found}")
+
+
+def test_of_two_saves_neither_is_taken(two_forms: tuple[Path, Path, Path]) -> None:
+    folder, whole, shards = two_forms
+    file = whole / "model-00001-of-00001.safetensors"
+    name = next(name for name, tensor in EXPECTED.items() if tensor.dim())
+    save_file({key: tensor + (key == name) for key, tensor in load_file(file).items()}, file)
+    with pytest.raises(UsageError) as caught:
+        HfFolderSource(folder)
+    assert str(caught.value) == (
+        f"weights that are not those of the shards beside them for {name!r} in {whole}: found other values than in "
+        f"{shards}. One of the two is of another save: move away what is not meant."
+    )
 
 
 def test_what_is_put_together_is_read_where_shards_are_missing(

@@ -30,7 +30,7 @@ from refused.rank_files import REFUSED, Maker
 from stored_sources import assert_equal, assert_holds
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import StateDictType, fully_shard
 from torch.distributed.tensor import Shard, _dtensor_spec
 
 from fsdp_export.errors import ExportError, SourceError
@@ -186,13 +186,15 @@ def test_uneven_rows_and_ranks_without_rows(shape: tuple[int, ...], world_size: 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[int], tuple[int, ...], list[tuple[int, int]]]:
-    """Draw ranks in any order, the sizes of a mesh of them, a shape, and cuts in any order."""
+    """Draw ranks in any order along each axis, the sizes of a mesh of them, a shape, and cuts in any order."""
     sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3).filter(lambda sizes: math.prod(sizes) <= 12))
-    ranks = draw(st.permutations(range(math.prod(sizes))))
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    for axis, size in enumerate(sizes):
+        ranks = ranks.index_select(axis, torch.tensor(draw(st.permutations(range(size)))))
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     axes = draw(st.permutations(range(len(sizes))))
     chosen = axes[: draw(st.integers(0, len(axes)))]
-    return list(ranks), sizes, shape, [(draw(st.integers(0, len(shape) - 1)), axis) for axis in chosen]
+    return ranks.flatten().tolist(), sizes, shape, [(draw(st.integers(0, len(shape) - 1)), axis) for axis in chosen]
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -212,6 +214,28 @@ def test_rows_are_put_together_from_any_mesh(layout: Any, data: st.DataObject, t
     stop = data.draw(st.integers(first, shape[0]))
     assert_equal(source.rows(source.specs[0], first, stop), full[first:stop])
     source.close()
+
+
+def save_permuted(folder: Path, ranks: list[list[int]]) -> None:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks).squeeze(0), mesh_dim_names=("a", "b")[: min(len(ranks), 2)])
+    torch.manual_seed(0)
+    model = nn.Linear(3, 5)
+    fully_shard(model, mesh=mesh)
+    save_as_verl(folder, model)
+
+
+@pytest.mark.parametrize("ranks", [[[1, 0]], [[2, 0, 1]], [[3, 2], [1, 0]], [[1, 0], [3, 2]]], ids=str)
+def test_on_a_permuted_mesh_rows_lie_where_its_groups_say(ranks: list[list[int]], tmp_path: Path) -> None:
+    run_ranks(save_permuted, len(ranks) * len(ranks[0]), tmp_path, ranks)
+    torch.manual_seed(0)
+    assert_holds(RankFilesSource(tmp_path), dict(nn.Linear(3, 5).state_dict()))
+
+
+def test_a_mesh_whose_groups_do_not_follow_it_is_refused(tmp_path: Path) -> None:
+    crossed = torch.tensor([[0, 3], [2, 1]])
+    put_ranks(tmp_path, lambda _: {"w": cut(FULL, DeviceMesh("cpu", crossed), [(0, 1), (1, 0)])}, 4)
+    with pytest.raises(SourceError, match=r"makes no sense for 'w' .*: found a mesh whose process groups"):
+        RankFilesSource(tmp_path)
 
 
 def outer_and_inner() -> DeviceMesh:
@@ -368,7 +392,7 @@ def test_only_the_wanted_rows_are_read(reads: list[int], tmp_path: Path) -> None
     assert sum(reads) < 4 * 5000
     reads.clear()
     assert_equal(source.rows(source.specs[0], 490, 510), full[490:510])
-    assert sum(reads) < 20 * 256 * 4 + 100
+    assert sum(reads) < 20 * 256 * 4 + 300
     reads.clear()
     source.rows(source.specs[0], 10, 13)
     assert sum(reads) == 3 * 256 * 4
@@ -452,6 +476,21 @@ def test_a_dtensor_that_makes_no_sense_is_refused(
         f"a DTensor that makes no sense for 'rows' in {tmp_path / rank_file(0, 4)}: found {found}. "
         "Copy the file here again, or use another step."
     )
+
+
+def test_a_mesh_of_no_ranks_is_refused(tmp_path: Path) -> None:
+    def no_ranks(mesh: Any) -> None:
+        mesh._flatten_rank_map = ()
+
+    def state_dict(_: int) -> dict[str, Any]:
+        mesh = on_mesh(2)
+        tensor = cut(FULL, mesh, [(0, 0)])
+        no_ranks(mesh)
+        return {"w": tensor}
+
+    put_ranks(tmp_path, state_dict, 2)
+    with pytest.raises(SourceError, match=r"a DTensor that makes no sense for 'w' .* found a mesh without its ranks"):
+        RankFilesSource(tmp_path)
 
 
 def flip(draw: random.Random, data: bytes) -> bytes:

@@ -149,6 +149,11 @@ def test_a_pickle_that_python_would_run_is_one(tmp_path: Path) -> None:
         (b"\x80\x04NN\x93.", "a name that is no text before byte 5"),
         (b"\x80\x04t.", "IndexError before byte 3"),
         (b"\x80\x04cx", "subsection not found before byte 3"),
+        (b"\x80\x04\x95\x03\0\0\0\0\0\0\0N.", "a frame that ends too early before byte 13"),
+        (b"\x80\x04\x95\x02\0\0\0\0\0\0\0N\x95\x02\0\0\0\0\0\0\0N.", "a frame that ends too early before byte 13"),
+        (b"\x80\x04cx\nsize\n(" + b"N" * 1001 + b"tR.", "a call with too many arguments before byte 1,014"),
+        (b"\x80\x04cx\nsize\n](" + b"N" * 1001 + b"e\x85R.", "a call with too many arguments before byte 1,016"),
+        (b"\x80\x04](" + b"N" * 200 + b"e\x94" + b"h\0" * 30 + b"t.", "lists that are repeated too often before byte"),
     ],
     ids=repr,
 )
