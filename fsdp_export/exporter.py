@@ -223,7 +223,7 @@ class Exporter:
         sink = folder_sink(
             Path(path),
             format=format,
-            has_config=has_config(self._base),
+            has_config=has_config(self._described),
             sidecars=self._sidecars(tokenizer),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
@@ -237,8 +237,8 @@ class Exporter:
 
     def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
         if self._peft is not None and self._lora == "adapter":
-            return partial(live_lora_sidecars, self._peft.config, self._base, tokenizer=tokenizer)
-        return partial(from_model, self._base, tokenizer=tokenizer)
+            return partial(live_lora_sidecars, self._peft.config, self._described, tokenizer=tokenizer)
+        return partial(from_model, self._described, tokenizer=tokenizer)
 
     @property
     def bucket_bytes(self) -> int:
@@ -252,7 +252,8 @@ class Exporter:
         specs = self.lora_view.specs if self.lora_view is not None else list(self.source.specs)
         if not isinstance(self._model, nn.Module):
             return specs
-        left_out = unsaved_names(self._base) | self._aliases.keys()
+        base = self._peft.base if self._peft is not None else self._model
+        left_out = unsaved_names(base) | self._aliases.keys()
         return [spec for spec in specs if spec.name not in left_out]
 
     @cached_property
@@ -261,10 +262,11 @@ class Exporter:
         return find_peft(self._model) if isinstance(self._model, nn.Module) and self._lora != "keep" else None
 
     @property
-    def _base(self) -> nn.Module:
-        """The module that has the names, ties and config of a checkpoint."""
+    def _described(self) -> nn.Module:
+        """The module that a checkpoint's config describes: names that are kept do not change it."""
         assert isinstance(self._model, nn.Module)
-        return self._peft.base if self._peft is not None else self._model
+        peft = find_peft(self._model)
+        return peft.base if peft is not None else self._model
 
     @property
     def _aliases(self) -> Mapping[str, str]:

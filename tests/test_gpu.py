@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft_models import merged, with_lora
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -211,6 +213,21 @@ def test_device_memory_is_bounded_by_buckets():
     for _ in Exporter(model, bucket_bytes=bucket_bytes).tensors():
         pass
     assert torch.cuda.max_memory_allocated() - before <= 5 * max(bucket_bytes, largest)
+
+
+@pytest.mark.parametrize("kind", OFFLOAD)
+@pytest.mark.parametrize("model_kind", ["plain", "dora", "embeddings", "experts"])
+def test_lora_is_merged_as_peft_does_on_the_device(folder, model_kind, kind):
+    expected = merged(with_lora(model_kind).cuda()).state_dict()
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    model = fully_shard(with_lora(model_kind), mesh=mesh, offload_policy=OFFLOAD[kind])
+    tensors = dict(Exporter(model, bucket_bytes=20_000).tensors())
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    save_checkpoint(model, folder / "out", lora="merge", format="safetensors")
+    if dist.get_rank() == 0:
+        written = load_file(folder / "out" / "model.safetensors")
+        assert all(torch.equal(written[name], tensor.cpu()) for name, tensor in expected.items())
 
 
 def test_plain_tensors_that_differ(folder):

@@ -7,14 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from click.testing import CliRunner
+from lora_folders import peft_model, record
+from models import shard
 from peft_models import MODELS, merged, quiet, with_lora
+from rank_folders import save_as_verl
+from ranks import run_ranks
 from refused.peft_states import REFUSED, Maker
 from safetensors.torch import load_file
 
 from fsdp_export import export_checkpoint
 from fsdp_export.cli import main
 from fsdp_export.errors import ExportError, UsageError
+from fsdp_export.opening import open_checkpoint
 
 KINDS = [kind for kind in MODELS if kind != "tokens"]  # these are refused
 
@@ -58,6 +64,29 @@ def test_the_adapter_of_a_state_dict_is_what_peft_saves(kind, tmp_path):
     assert (tmp_path / "out" / weights).read_bytes() == (tmp_path / "peft" / weights).read_bytes()
     assert report.files.keys() == {weights, "adapter_config.json"}
     assert json.loads((tmp_path / "out" / "fsdp_export.json").read_text())["lora"] == "adapter"
+
+
+def save_with_verl(folder):
+    model = shard(peft_model("plain"), "1d", dist.get_world_size())
+    save_as_verl(folder, model)
+    if dist.get_rank() == 0:
+        record(folder, model)
+
+
+def export_on_ranks(source, out):
+    open_checkpoint(source, ranks=(0, 1), rank=dist.get_rank()).save(out)
+
+
+def test_rank_files_of_verl_are_merged_by_one_process_and_by_two(tmp_path):
+    run_ranks(save_with_verl, 2, tmp_path / "run" / "global_step_3" / "actor")
+    report = export_checkpoint(tmp_path / "run", tmp_path / "one")
+    run_ranks(export_on_ranks, 2, tmp_path / "run", tmp_path / "two")
+    assert "lora_train_meta.json does not tell use_rslora and alpha_pattern: they count as off" in report.notes
+    expected = merged(peft_model("plain")).state_dict()
+    for out in ("one", "two"):
+        written = load_file(tmp_path / out / "model.safetensors")
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 
 def test_names_can_be_kept(tmp_path):

@@ -207,6 +207,7 @@ class PeftState:
         alpha = next((alpha for pattern, alpha in alphas if self._matches(pattern, module)), config["lora_alpha"])
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
             raise SourceError("an alpha that is no number", name=module, file=self._file, found=alpha, fix=ALONE)
+        rank = max(rank, 1)  # none is refused with the shapes
         return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
     def _matches(self, pattern: str, module: str) -> bool:

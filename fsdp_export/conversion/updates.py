@@ -165,7 +165,7 @@ def fits(weight: TensorSpec, first: TensorSpec, second: TensorSpec) -> bool:
 def _forms(weight: TensorSpec, first: TensorSpec, second: TensorSpec, *, has_experts: bool) -> list[Form]:
     """Return in which ways matrices fit a weight, the transposed one last."""
     shape, num_dims = weight.shape, len(weight.shape)
-    if min(len(first.shape), len(second.shape)) < _MATRIX or first.shape[0] != second.shape[1]:
+    if min(len(first.shape), len(second.shape)) < _MATRIX or not 0 < first.shape[0] == second.shape[1]:
         return []
     outer = (second.shape[0], first.shape[1])
     if num_dims == _MATRIX:

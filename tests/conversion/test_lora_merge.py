@@ -114,9 +114,12 @@ def test_a_merged_checkpoint_is_that_of_the_base_model(tmp_path):
     assert json.loads((tmp_path / "ours" / "fsdp_export.json").read_text())["lora"] == "merge"
 
 
-def test_names_can_be_kept():
+def test_names_can_be_kept(tmp_path):
     model = with_lora("saved")
     assert dict(Exporter(model, lora="keep").tensors()).keys() == model.state_dict().keys()
+    save_checkpoint(model, tmp_path, lora="keep")
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+    assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 
 
 @pytest.mark.parametrize("options", [{"target_modules": ["embed_tokens"]}, {"modules_to_save": ["embed_tokens"]}])

@@ -146,6 +146,16 @@ def a_weight_of_another_shape(folder: Path) -> None:
 
 @_refused(
     SourceError,
+    f"matrices of LoRA that do not fit the weight for '{_Q}.base_layer.weight' in {{folder}}: expected [5, 6], found A "
+    f"[0, 6] and B [5, 0]. Use a checkpoint whose tensors belong together, or: take {_ALONE}",
+)
+def a_rank_of_zero(folder: Path) -> None:
+    empty = {f"{_Q}.lora_A.default.weight": torch.ones(0, 6), f"{_Q}.lora_B.default.weight": torch.ones(5, 0)}
+    _save(folder, {**_state(), **empty}, r=0)
+
+
+@_refused(
+    SourceError,
     f"norms of DoRA that do not fit the weight for '{_Q}.lora_magnitude_vector.default.weight' in {{folder}}: expected "
     f"5 numbers, found [4]. Use a checkpoint whose tensors belong together, or: take {_ALONE}",
 )
