@@ -5,6 +5,7 @@ PEFT's classes are known by their names, so that nothing is imported that is not
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,8 @@ _KEPT = "Keep the names that the model has (lora='keep')"
 
 def find_peft(model: nn.Module) -> PeftModule | None:
     """Return what PEFT has made of a model, wrapped or not; None if it has made nothing of it."""
+    if "peft" not in sys.modules:
+        return None
     modules = {name.removesuffix("."): module for name, module in clean_modules(model)}
     bases = ("PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper")
     return PeftModule(modules) if any(_is_a(module, *bases) for module in modules.values()) else None
