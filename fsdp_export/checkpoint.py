@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -11,11 +12,12 @@ from .errors import ComparisonError, SourceError, UsageError, listing
 from .exporter import Exporter
 from .fence import Fence
 from .layout import FileLayout
+from .publish import files_replaced_by
 from .sidecars.collect import Sidecars
 from .sinks.compare import CompareSink
 from .sinks.huggingface import ADAPTER_FILE, Report, folder_layouts, folder_sink
-from .sources.base import Source
 from .sources.hf_folder import HfFolderSource
+from .sources.stored import StoredSource
 from .verification import Verification
 from .walk import Delivered
 
@@ -38,7 +40,7 @@ class OpenedCheckpoint:
         lacks: Why there is no config for the adapter; None if there is one.
     """
 
-    source: Source
+    source: StoredSource
     exporter: Exporter
     sidecars: Sidecars
     base_model: str | None
@@ -71,8 +73,9 @@ class OpenedCheckpoint:
     ) -> Report:
         """Write the checkpoint folder; the arguments are those of `Exporter.save`. Collective."""
         folder = Path(path)
-        self._refuse_to_lack_config(format)
-        self._refuse_to_replace_inputs(folder)
+        layouts = self.files(format=format, max_shard_size=max_shard_size)
+        sidecars = () if format == "safetensors" else (sidecar.name for sidecar in self.sidecars.files)
+        self._refuse_to_replace_inputs(folder, [*(layout.name for layout in layouts), *sidecars])
         sink = folder_sink(
             folder,
             format=format,
@@ -124,16 +127,17 @@ class OpenedCheckpoint:
         if self.lacks is not None and format != "safetensors":
             raise self.lacks
 
-    def _refuse_to_replace_inputs(self, folder: Path) -> None:
+    def _refuse_to_replace_inputs(self, folder: Path, names: Iterable[str]) -> None:
         """Keep the files that are read. A link in the folder is replaced itself, not what it points to."""
         here, fix = folder.resolve(), "Write into another folder"
         if self.base_model is not None and folder.is_dir() and here == Path(self.base_model).resolve():
             raise UsageError("the base model would be replaced", file=folder, fix=fix)
-        files = {sidecar.name: sidecar.content for sidecar in self.sidecars.files}
-        read = {name: path.parent.resolve() / path.name for name, path in files.items() if isinstance(path, Path)}
-        replaced = [name for name, path in read.items() if path == here / name]
-        if replaced:
-            raise UsageError("files that are read would be replaced", file=folder, found=listing(replaced), fix=fix)
+        sidecars = [sidecar.content for sidecar in self.sidecars.files if isinstance(sidecar.content, Path)]
+        replaced = {here / name for name in files_replaced_by(folder, names)}
+        read = (*sidecars, *self.source.data_files)
+        lost = [path.name for path in read if {path.parent.resolve() / path.name, path.resolve()} & replaced]
+        if lost:
+            raise UsageError("files that are read would be replaced", file=folder, found=listing(lost), fix=fix)
 
 
 def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
@@ -142,7 +146,7 @@ def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
     return HfFolderSource(next((folder / name for name in names if (folder / name).is_file()), folder))
 
 
-def _provenance(source: Source) -> str:
+def _provenance(source: StoredSource) -> str:
     """Tell what was exported, without the places of a machine: the record may be published with the weights."""
     parts = source.folder.absolute().parts[-2:] if source.folder is not None else ()
     return f"{'/'.join(parts)}: {source.description}"

@@ -39,7 +39,7 @@ def check_unique(names: Iterable[str]) -> None:
     """Refuse names that no checkpoint can hold.
 
     Raises:
-        PlanError: A name stands twice, or is `__metadata__`, which a safetensors header uses for itself.
+        PlanError: A name stands twice, is no text, or is `__metadata__`, which a safetensors header uses for itself.
     """
     seen: set[str] = set()
     for name in names:
@@ -47,7 +47,18 @@ def check_unique(names: Iterable[str]) -> None:
             raise PlanError("a name planned twice", name=name, fix="Rename one of the two modules that own it")
         if name == "__metadata__":
             raise PlanError("a reserved name", name=name, fix="Rename the tensor: a safetensors header uses this name")
+        if not _is_text(name):
+            fix = "Rename the tensor: its name has half of a surrogate pair"
+            raise PlanError("a name that is no text", name=name, fix=fix)
         seen.add(name)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], dict[str, int]]:

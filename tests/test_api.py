@@ -11,7 +11,7 @@ from dcp_folders import save
 from hub_folders import write_hub_folder
 from models import hf_model, shard, tiny
 from ranks import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from fsdp_export import export_checkpoint, save_checkpoint
@@ -324,3 +324,37 @@ def test_save_checkpoint_passes_its_choices_on(tmp_path):
     }
     assert run_ranks(save_it, 2) == [len(expected)] * 2
     assert_holds(tmp_path / "out", expected)
+
+
+@pytest.mark.parametrize("way", ["itself", "a link to it", "links in it", "the files it links to"])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_checkpoint_is_not_exported_over_itself(way, name, tmp_path):
+    folder, out = tmp_path / "folder", tmp_path / "folder"
+    folder.mkdir()
+    tensors = {"w": torch.arange(6.0)}
+    (torch.save if name.endswith(".bin") else save_file)(tensors, folder / name)
+    source = folder
+    if way == "a link to it":
+        out = tmp_path / "link"
+        out.symlink_to(folder)
+    elif way == "links in it":
+        (folder / name).rename(tmp_path / name)
+        (folder / name).symlink_to(tmp_path / name)
+    elif way == "the files it links to":
+        source = tmp_path / "links"
+        source.mkdir()
+        (source / name).symlink_to(folder / name)
+    with pytest.raises(UsageError) as caught:
+        export_checkpoint(source, out, dtype="bfloat16", overwrite=True)
+    message = f"files that are read would be replaced in {out}: found {name}. Write into another folder."
+    assert str(caught.value) == message
+    assert len(list(folder.iterdir())) == 1
+    export_checkpoint(source, tmp_path / "other", dtype="bfloat16")
+    assert load_file(tmp_path / "other" / "model.safetensors")["w"].tolist() == tensors["w"].tolist()
+
+
+def test_what_is_read_may_lie_beside_what_is_written(tmp_path):
+    save(tmp_path, {"w": torch.arange(6.0)})
+    for _ in range(2):
+        export_checkpoint(tmp_path, tmp_path)
+        assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [0, 1, 2, 3, 4, 5]

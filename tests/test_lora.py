@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from click.testing import CliRunner
+from hf_folders import write_shard
 from hub_folders import new_tokenizer, write_hub_folder
 from lora_folders import KINDS, load, logits, on_disk, peft_model, record, save_in_every_layout
 from models import hf_model
@@ -114,6 +115,8 @@ def test_files_of_other_kinds_that_hold_an_adapter_are_adapters(name, plain, tmp
     record(tmp_path, peft_model("plain"))
     if name.endswith(".bin"):
         torch.save(tensors, tmp_path / name)
+    elif name.startswith("shard"):
+        write_shard(tmp_path / name, {key: (tensor, [0] * tensor.dim()) for key, tensor in tensors.items()})
     else:
         save_file(tensors, tmp_path / name)
     assert export_checkpoint(tmp_path / name, tmp_path / "out").files.keys() == WRITTEN

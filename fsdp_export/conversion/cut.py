@@ -84,18 +84,20 @@ def _whole_step(
     inputs: tuple[TensorSpec, ...], outputs: Sequence[Traced], infos: Sequence[TensorInfo], convert: ConvertDict
 ) -> Step:
     _check_alone(inputs, outputs, convert)
-    wanted = {info.name: info for info in infos}
+    wanted = [(output.info, info.dtype) for output, info in zip(outputs, infos, strict=True)]
 
     def run(tensors: Sequence[torch.Tensor], _: int) -> Iterator[Piece]:
         given = {spec.name: tensor for spec, tensor in zip(inputs, tensors, strict=True)}
         converted = checked(lambda: convert(given), "on tensors with values")
-        for name, info in wanted.items():
-            tensor = converted.get(name)
-            if tensor is None or tuple(tensor.shape) != info.shape:
-                found = "none" if tensor is None else list(tensor.shape)
+        for planned, dtype in wanted:
+            tensor = converted.get(planned.name)
+            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (planned.shape, planned.dtype):
+                found = "none" if tensor is None else f"{list(tensor.shape)} {tensor.dtype}"
                 what = "the conversion makes something else of values than was planned"
-                raise PlanError(what, name=name, expected=list(info.shape), found=found)
-            yield Piece(info, 0, tensor.to(info.dtype))
+                expected = f"{list(planned.shape)} {planned.dtype}"
+                raise PlanError(what, name=planned.name, expected=expected, found=found)
+            plain = tensor.detach().resolve_conj().resolve_neg()
+            yield Piece(TensorInfo(planned.name, planned.shape, dtype), 0, plain.to(dtype))
 
     return Step((), tuple(infos), 1, None, run, whole=inputs)
 

@@ -132,10 +132,16 @@ def checked(
     if not isinstance(outputs, Mapping):
         raise PlanError("the conversion returns no state dict", expected="a dict", found=type(outputs).__name__)
     pairs: list[tuple[Any, Any]] = list(outputs.items())
-    others = [name for name, value in pairs if not (isinstance(name, str) and isinstance(value, torch.Tensor))]
+    others = [name for name, value in pairs if not (isinstance(name, str) and _is_plain(value))]
     if others:
-        raise PlanError("the conversion returns what is no tensor", found=listing(map(repr, others)))
+        raise PlanError("the conversion returns what is no plain tensor", found=listing(map(repr, others)))
     return dict(outputs)
+
+
+def _is_plain(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or type(value) not in {torch.Tensor, torch.nn.Parameter}:
+        return False
+    return value.layout is torch.strided and not value.is_quantized
 
 
 def _dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from ..paths import read_file
 from .file_system import is_real_folder, make_folder, sink_errors, sync, sync_folders
 from .inner_folder import INSTALL, OWN_FILES, PREFIX, RETIRE, RETIRED, TOKEN, WRITING, InnerFolder
 
-__all__ = ["MARKER", "Publication", "recover"]
+__all__ = ["MARKER", "Publication", "files_replaced_by", "recover"]
 
 MARKER = "fsdp_export.json"
 """Name of the record that an export leaves beside its weights: a JSON object whose `files` lists its files' names."""
@@ -249,6 +249,14 @@ def _refuse_foreign_weights(folder: Path, *, overwrite: bool) -> None:
             found=listing(foreign),
             fix="Replace them with overwrite=True (--overwrite), or export into another folder",
         )
+
+
+def files_replaced_by(folder: Path, names: Iterable[str]) -> list[str]:
+    """Return which files of a folder an export of files with these names would remove; none if there is no folder."""
+    try:
+        return _files_to_retire(folder, set(names)) if is_real_folder(folder.resolve()) else []
+    except OSError as error:
+        raise SinkError("a folder that cannot be read", file=folder, found=error.strerror or error) from error
 
 
 def _files_to_retire(folder: Path, new: set[str]) -> list[str]:

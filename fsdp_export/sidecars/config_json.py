@@ -6,6 +6,7 @@ An edit is a path of keys and the value it gets; all functions here are pure and
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -36,6 +37,8 @@ _MAX_DEPTH = 100
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 # What is not a property of the checkpoint, or is set by rules of its own.
+# Marian has one of its own for the decoder, which resizing changes with the other.
+_VOCAB_SIZE = re.compile(r"(decoder_)?vocab_size")
 _NOT_COMPARED = frozenset(
     {
         "architectures",
@@ -135,7 +138,7 @@ def untie_edits(config: Mapping[str, Any]) -> Edits:
 
 def vocab_edits(config: Mapping[str, Any], old: int, new: int) -> Edits:
     """Return the edits that change the size of the vocabulary, where it stands or, for a class's default, is added."""
-    paths = [path for path, value in _leaves(config) if path[-1] == "vocab_size" and value == old]
+    paths = [path for path, value in _leaves(config) if _VOCAB_SIZE.fullmatch(path[-1]) and value == old]
     text_part = ("text_config",) if isinstance(config.get("text_config"), dict) else ()
     return dict.fromkeys(paths or [(*text_part, "vocab_size")], new)
 

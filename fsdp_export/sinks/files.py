@@ -194,7 +194,10 @@ class FileSink(Sink):
         assert self._plan is not None
         staging = self._publication.staging
         names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
-        sizes = {name: (staging / name).stat().st_size for name in names}
+        sizes = {}
+        for name in names:
+            with _write_errors(staging / name):
+                sizes[name] = (staging / name).stat().st_size
         record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
         write_text(staging / MARKER, json.dumps(record, indent=2) + "\n")
         self.removed = self._publication.publish([*names, MARKER])

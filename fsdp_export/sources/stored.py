@@ -116,6 +116,13 @@ class StoredSource:
         self.skipped += tuple(tensor.key for name, tensor in self._tensors.items() if name not in kept)
         self._put({new: self._tensors[old] for new, old in names.items()})
 
+    @property
+    def data_files(self) -> set[Path]:
+        """The files that have the tensors' bytes."""
+        chunks = [chunk for tensor in self._tensors.values() for chunk in tensor.chunks]
+        names = {place.file for chunk in chunks for place in (chunk.place, *chunk.copies)}
+        return {self.folder / name for name in names} if self.folder is not None else set()
+
     def refresh(self) -> None:
         """Do nothing: what was saved does not change."""
 

@@ -319,7 +319,7 @@ REFUSED: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         FAILS.format("RuntimeError: Tensor.item() cannot be called on meta tensors"),
     ),
     "no dict": (lambda t: [t["a"]], "the conversion returns no state dict: expected a dict, found list"),
-    "no tensor": (lambda t: dict.fromkeys(t, 3), "the conversion returns what is no tensor: found 'a', 'b'"),
+    "no tensor": (lambda t: dict.fromkeys(t, 3), "the conversion returns what is no plain tensor: found 'a', 'b'"),
     "of nothing": (lambda t: {"x": torch.zeros(len(t))}, "the conversion makes a tensor of no input for 'x'. "),
     "nothing": (
         lambda t: {name: tensor for name, tensor in t.items() if name == "c"},

@@ -23,7 +23,7 @@ MUTATORS: list[Mutator] = []
 _FOREIGN = """os system, posix system, builtins eval, builtins exec, builtins getattr, builtins __import__,
     pickle loads, subprocess Popen, fuzz_canary run, torch load, torch.hub load, pathlib Path.unlink,
     torch._utils _rebuild_sparse_tensor, operator attrgetter, functools partial, numpy.core.multiarray scalar,
-    fsdp_export.sources.unpickle Call, torch.storage _load_from_bytes, collections Counter,
+    fsdp_export.sources.unpickle Call, torch.storage _load_from_bytes,
     torch Tensor.__reduce__, a\x1b[2Jb c\u202ed"""
 _STRANGE = (b"", b"\xff", b"\xed\xa0\x80", b"/etc/passwd", b"a\nb", b"a\0b", b"." * 50, b"x" * 100_000)
 _COMMAND = f"touch {CANARY}"

@@ -111,7 +111,7 @@ def with_a_config_of_another_kind(folder: Path) -> None:
 
 @_refused(
     SourceError,
-    "a config that cannot be read in {folder}/adapter_config.json: expected an object, found list",
+    "a config that cannot be read in {folder}/adapter_config.json: expected a JSON object, found list",
 )
 def with_a_config_that_is_none(folder: Path) -> None:
     _save(folder, _pair())
