@@ -26,6 +26,7 @@ def save_checkpoint(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: Any = None,
+    lora: str = "auto",
     timeout: float = 600.0,
     **choices: Any,
 ) -> Report:
@@ -39,6 +40,9 @@ def save_checkpoint(
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
         adapter: Turns the module's names and tensors into those of the checkpoint; see `Exporter`.
+        lora: What becomes of a PEFT model: `"adapter"`, a folder as PEFT's own `save_pretrained` writes it; `"merge"`,
+            the model with the adapter in its weights; `"keep"`, all tensors under the names that they have. `"auto"` is
+            `"adapter"`.
         timeout: Seconds to wait for a rank that does not call.
         **choices: `format`, `max_shard_size`, `tokenizer`, `overwrite`, `fsync`; see `Exporter.save`.
 
@@ -56,6 +60,7 @@ def save_checkpoint(
         include=include,
         exclude=exclude,
         adapter=adapter,
+        lora="adapter" if lora == "auto" else lora,
         timeout=timeout,
     )
     return exporter.save(path, **choices)
@@ -72,6 +77,7 @@ def export_checkpoint(
     exclude: Sequence[str] = (),
     adapter: Any = None,
     trust_remote_code: bool = False,
+    lora: str = "auto",
     device: torch.device | str | None = None,
     verify: bool = False,
     **choices: Any,
@@ -91,6 +97,9 @@ def export_checkpoint(
             imported; see `fsdp_export.conversion.adapter.load_adapter`. Without one, names and tensors become those
             that `save_pretrained` of the config's class writes; names that are those already stay.
         trust_remote_code: Whether the code that the config names may be run, to learn its model's names and ties.
+        lora: What becomes of a PEFT model's state dict: `"merge"`, the model with the adapter in its weights;
+            `"adapter"`, the adapter alone, as PEFT loads it; `"keep"`, all tensors under the names that they have.
+            `"auto"` is `"merge"`, and `"adapter"` where there are no other weights.
         device: Where tensors are converted; default: the CPU.
         verify: Whether to read back what was written and compare it with the source.
         **choices: `format`, `max_shard_size`, `overwrite`, `fsync`; see `Exporter.save`.
@@ -111,6 +120,7 @@ def export_checkpoint(
         exclude=exclude,
         adapter=adapter,
         trust_remote_code=trust_remote_code,
+        lora=lora,
         device=device,
         format=choices.get("format", "auto"),
     )

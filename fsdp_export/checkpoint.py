@@ -35,7 +35,8 @@ class OpenedCheckpoint:
         base_model: Where these were looked for first.
         heeds_config: Whether the config had a say in names or dtypes, which counts even where it is not written.
         notes: What was decided, a line each.
-        is_lora: Whether it is a LoRA adapter and no model.
+        is_lora: Whether it is exported as a LoRA adapter and no model.
+        has_lora: Whether there is LoRA in it.
         lacks: Why there is no config for the adapter; None if there is one.
     """
 
@@ -46,6 +47,7 @@ class OpenedCheckpoint:
     heeds_config: bool
     notes: list[str]
     is_lora: bool = False
+    has_lora: bool = False
     lacks: SourceError | None = None
 
     def files(self, *, format: str = "auto", max_shard_size: int | str = "5GB") -> list[FileLayout]:  # noqa: A002
@@ -82,7 +84,7 @@ class OpenedCheckpoint:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance={"source": _provenance(self.source)},
+            provenance={"source": _provenance(self.source), **self._lora_provenance()},
             is_lora=self.is_lora,
         )
         started = time.perf_counter()
@@ -115,6 +117,11 @@ class OpenedCheckpoint:
         with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
             cards = operation.agree(sink.card())
         return sink.verification(cards, time.perf_counter() - started)
+
+    def _lora_provenance(self) -> dict[str, str]:
+        view = self.exporter.lora_view
+        kind = "adapter" if self.is_lora else view.kind if view is not None else None
+        return {"lora": kind} if kind is not None else {}
 
     def _refuse_to_lack_config(self, format: str) -> None:  # noqa: A002  as above
         if self.lacks is not None and format != "safetensors":

@@ -68,7 +68,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
         return int(value) if value.isdecimal() else value
 
 
-_OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "trust_remote_code", "device")
+_OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "trust_remote_code", "lora", "device")
 
 
 @click.command(
@@ -103,6 +103,13 @@ _OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "t
     "--adapter", metavar="MODULE:NAME", help="Converts names and tensors to Hugging Face's: torchtitan's, say."
 )
 @click.option("--trust-remote-code", is_flag=True, help="Run the code that the config names, to learn its names.")
+@click.option(
+    "--lora",
+    type=click.Choice(["auto", "merge", "adapter", "keep"]),
+    default="auto",
+    show_default=True,
+    help="Of a PEFT model: merge LoRA into the weights, the adapter alone, or all as it is. auto: merge where it can.",
+)
 @click.option("--device", metavar="DEVICE", help="Where tensors are converted.  [default: cpu]")
 @click.option("--overwrite", is_flag=True, help="Replace weights in DIR that fsdp-export did not write.")
 @click.option("--fsync/--no-fsync", default=True, help="Wait until the disk has the bytes.  [default: fsync]")
@@ -293,6 +300,8 @@ def _check_effect(checkpoint: OpenedCheckpoint, given: Mapping[str, str], option
     """Refuse what has no effect on this checkpoint."""
     if options["format_"] == "safetensors" and not checkpoint.heeds_config:
         _refuse(given, {"base_model"}, "--format safetensors, where its config decides on no dtype and no tied weight")
+    if not checkpoint.has_lora:
+        _refuse(given, {"lora"}, "a checkpoint without LoRA")
     if checkpoint.is_lora:
         _refuse(given, {"max_shard_size", "smoke_test"}, "a LoRA adapter, which is one file that its base model loads")
     elif options["format_"] == "auto" and checkpoint.sidecars.config is None:

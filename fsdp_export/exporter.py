@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ from .agreement import agree_on_plan, check_copies
 from .conversion.adapter import conversion_of
 from .conversion.aliases import unsaved_names
 from .conversion.cut import Conversion
+from .conversion.lora_view import LoraView
+from .conversion.peft_module import PeftModule, find_peft
 from .conversion.transformers import HubConversion, convert_live
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
 from .names import select
 from .plan import Plan
-from .sidecars.collect import from_model, has_config
+from .sidecars.collect import Sidecars, from_model, has_config
+from .sidecars.lora import live_lora_sidecars
 from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
@@ -56,6 +59,9 @@ class Exporter:
             `to_hf(state_dict)` or `convert_single_tensor_to_hf(name, tensor)`, such as torchtitan's. It must not look
             at values, and make the same of a few tensors as of all. Patterns and dtypes are of what it makes. Without
             one, names and tensors of a model of transformers become those that `save_pretrained` writes.
+        lora: What becomes of a PEFT model: `"merge"`, the base model with all active adapters in its weights;
+            `"adapter"`, the active adapter alone under PEFT's names; `"keep"`, all tensors under the names that they
+            have; `"auto"` is `"merge"`. For a `Source`: a `LoraView`. Without effect on other models.
         aliases: For a `Source`: names to leave out, and the name that stands for each.
         untied: For a `Source`: names that count as tied but are exported since their values differ.
         device: Where tensors are gathered; default: this rank's device of the mesh.
@@ -75,6 +81,7 @@ class Exporter:
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         adapter: Any = None,
+        lora: str | LoraView = "auto",
         aliases: Mapping[str, str] | None = None,
         untied: Sequence[str] = (),
         device: torch.device | str | None = None,
@@ -85,7 +92,9 @@ class Exporter:
             raise UsageError("nothing to export", expected="a torch.nn.Module", found=type(model).__name__)
         if bucket_bytes is not None and bucket_bytes <= 0:
             raise UsageError("a bucket of no size", expected="a positive number of bytes", found=bucket_bytes)
-        self._model, self._state_dict = model, state_dict
+        if isinstance(lora, str) and lora not in {"auto", "merge", "adapter", "keep"}:
+            raise UsageError("no such choice for LoRA", expected="auto, merge, adapter or keep", found=lora)
+        self._model, self._state_dict, self._lora = model, state_dict, lora
         self._dtype = DtypePolicy.parse(dtype)
         self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
         self._equal: dict[str, str] = {}  # of ties that are broken, those whose values were equal when last looked at
@@ -100,7 +109,8 @@ class Exporter:
         """What is exported. Local; raises what cannot be exported (`SourceError`, `UsageError`)."""
         if not isinstance(self._model, nn.Module):
             return self._model
-        return LiveSource(self._model, state_dict=self._state_dict, aliases=self._ties.aliases, device=self._device)
+        aliases = self._ties.aliases if self._peft is None else {}
+        return LiveSource(self._model, state_dict=self._state_dict, aliases=aliases, device=self._device)
 
     @cached_property
     def plan(self) -> Plan:
@@ -113,18 +123,21 @@ class Exporter:
         specs = {spec.name: spec for spec in self._specs}
         available = self.conversion.names if self.conversion is not None else tuple(specs)
         kept = [name for name in available if name not in given]
+        self.num_available = len(kept)
         names, self.pattern_hits = select(kept, self._include, self._exclude)
         if self.conversion is not None:
             steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)
         else:
             steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
+        if self.lora_view is not None:
+            steps = [self.lora_view.on_source(step) for step in steps]
         blocks = self.conversion.blocks if self.conversion is not None else {}
         aliases = {self._renamed(alias): self._renamed(kept) for alias, kept in self._aliases.items()}
         return Plan(
             tuple(steps),
             self.source.ranks,
             tuple(sorted(aliases.items())),
-            self._untied or tuple(sorted(self._ties.broken.keys() - self._equal)),
+            self._untied or tuple(sorted({*self._ties.ended, *self._ties.broken} - self._equal.keys())),
             are_tied_by_hand=self._ties.are_undeclared,
             names=tuple(names),
             blocks=blocks,
@@ -140,7 +153,17 @@ class Exporter:
             return self._adapter
         if self._adapter is not None:
             return Conversion(conversion_of(self._adapter), self._specs)
-        return convert_live(self._model, self._specs) if isinstance(self._model, nn.Module) else None
+        if not isinstance(self._model, nn.Module) or (self._found_peft is not None and not self._is_merged):
+            return None
+        return convert_live(self._model, self._specs, self._peft)
+
+    @cached_property
+    def lora_view(self) -> LoraView | None:
+        """The tensors as `lora` asks for them; None for what is exported as it is. Local, and nothing is read."""
+        if self._peft is None:
+            return self._lora if isinstance(self._lora, LoraView) else None
+        see = self._peft.adapter if self._lora == "adapter" else self._peft.merged
+        return see(self.source.specs, self.source.device)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in the order of the plan's steps, on the device.
@@ -224,19 +247,25 @@ class Exporter:
         """
         if not isinstance(self._model, nn.Module):
             raise UsageError("save() needs a module", fix="Use send() with a sink, or export_checkpoint()")
-        model = self._model
         sink = folder_sink(
             Path(path),
             format=format,
-            has_config=has_config(model),
-            sidecars=lambda: from_model(model, tokenizer=tokenizer),
+            has_config=has_config(self._described),
+            sidecars=self._sidecars(tokenizer),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
+            provenance={"lora": self.lora_view.kind} if self.lora_view is not None else None,
+            is_lora=self.lora_view is not None and self.lora_view.kind == "adapter",
         )
         started = time.perf_counter()
         self.send(sink, delivered=delivered, gather_all=gather_all)
         return sink.report(self.plan, time.perf_counter() - started)
+
+    def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
+        if self._peft is not None and self._lora == "adapter":
+            return partial(live_lora_sidecars, self._peft.config, self._described, tokenizer=tokenizer)
+        return partial(from_model, self._described, tokenizer=tokenizer)
 
     @property
     def bucket_bytes(self) -> int:
@@ -247,14 +276,37 @@ class Exporter:
     @property
     def _specs(self) -> list[TensorSpec]:
         """The tensors of a checkpoint, in the module's names."""
+        specs = self.lora_view.specs if self.lora_view is not None else list(self.source.specs)
         if not isinstance(self._model, nn.Module):
-            return list(self.source.specs)
-        left_out = unsaved_names(self._model) | self._aliases.keys()
-        return [spec for spec in self.source.specs if spec.name not in left_out]
+            return specs
+        base = self._peft.base if self._peft is not None else self._model
+        left_out = unsaved_names(base) | self._aliases.keys()
+        return [spec for spec in specs if spec.name not in left_out]
+
+    @property
+    def _described(self) -> nn.Module:
+        """The module that a checkpoint's config describes: names that are kept do not change it."""
+        assert isinstance(self._model, nn.Module)
+        return self._found_peft.base if self._found_peft is not None else self._model
+
+    @property
+    def _peft(self) -> PeftModule | None:
+        """What PEFT has made of the module, if that is not to be kept."""
+        return self._found_peft if self._lora != "keep" else None
+
+    @cached_property
+    def _found_peft(self) -> PeftModule | None:
+        return find_peft(self._model) if isinstance(self._model, nn.Module) else None
 
     @cached_property
     def _ties(self) -> LiveTies:
-        return live_ties(self._model) if isinstance(self._model, nn.Module) else LiveTies({}, {}, are_undeclared=False)
+        if not isinstance(self._model, nn.Module) or (self._peft is not None and not self._is_merged):
+            return LiveTies({}, {}, are_undeclared=False)
+        return live_ties(self._model, self._peft, self.lora_view)
+
+    @property
+    def _is_merged(self) -> bool:
+        return self.lora_view is not None and self.lora_view.kind == "merge"
 
     @property
     def _aliases(self) -> dict[str, str]:
@@ -268,11 +320,16 @@ class Exporter:
     def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
         self.source.refresh()
         if self._ties.broken:
-            equal = equal_ties(self.source, self._ties, operation)
+            specs = {spec.name: spec for spec in self.source.specs}
+            origins = self.lora_view.origins if self.lora_view is not None else specs
+            equal = equal_ties(self.source, self._ties, operation, origins)
             if equal != self._equal:
                 self._equal = equal
                 for made in ("plan", "conversion"):
                     vars(self).pop(made, None)
         options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}"
+        if self._peft is not None and self.lora_view is not None:
+            self._peft.refresh(self.lora_view, self.source.specs)
+            options += f" lora={self.lora_view.digest}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)

@@ -1,35 +1,97 @@
-"""A checkpoint that holds nothing but a LoRA adapter: its tensors get PEFT's names, and PEFT's config beside them."""
+"""Checkpoints with LoRA in them: an adapter, by itself or taken from its model, or a model to merge it into.
+
+The tensors of an adapter get PEFT's names, and PEFT's config beside them; a merged model is one like any other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
+from torch import nn
+
+from .conversion.lora_view import LoraView
 from .conversion.peft import inspect_lora, lora_names
-from .errors import SourceError
+from .conversion.peft_names import parse
+from .conversion.peft_states import PeftState, find_peft_state
+from .errors import SourceError, UsageError
 from .sidecars.collect import Sidecars
-from .sidecars.lora import lora_sidecars
+from .sidecars.lora import ADAPTER_CONFIG, lora_config, lora_sidecars
 from .sources.stored import StoredSource
 from .spec import TensorInfo
 
-__all__ = ["describe_lora", "name_as_lora"]
+__all__ = ["StoredLora", "describe_lora", "find_lora", "merged_view"]
 
 
-def name_as_lora(source: StoredSource) -> tuple[bool, list[str]]:
-    """Find out whether a source is an adapter, and if it is, give its tensors PEFT's names.
+@dataclass(frozen=True)
+class StoredLora:
+    """What of LoRA a checkpoint on disk has, and what becomes of it.
 
-    Returns:
-        Whether it is one, and what was left out, a line each.
+    Attributes:
+        is_adapter: Whether the source is an adapter, or has been reduced to the one in it.
+        state: The model and the adapter that are to be merged; None if there is nothing to merge.
+        notes: What was decided, a line each.
+        is_there: Whether there is any.
+    """
+
+    is_adapter: bool
+    state: PeftState | None
+    notes: list[str]
+    is_there: bool = True
+
+
+def find_lora(source: StoredSource, choice: str, *, is_converted: bool) -> StoredLora:
+    """Find LoRA in a source, and leave of it what was chosen.
+
+    Args:
+        source: The checkpoint. An adapter's tensors get PEFT's names.
+        choice: `merge`, `adapter`, `keep`, or `auto`: what is an adapter stays one, and a model is merged.
+        is_converted: Whether a trainer's adapter names the tensors: then what is LoRA alone is left to that.
 
     Raises:
-        UsageError: There are several adapters, and none is called default.
-        SourceError: It is an adapter of another kind than LoRA.
+        UsageError: There are several adapters, and none is called default; or nothing to merge one into.
+        SourceError: There are adapters of another kind than LoRA, or `lora_alpha` is not known.
     """
-    names = lora_names([spec.name for spec in source.specs], source.folder or "")
-    if names is None:
-        return False, []
-    num_left_out = len(source.specs) - len(names)
-    source.rename(names)
-    return True, [f"{num_left_out:,} tensors are not of the adapter and left out"] if num_left_out else []
+    if choice not in {"auto", "merge", "adapter", "keep"}:
+        raise UsageError("no such choice for LoRA", expected="auto, merge, adapter or keep", found=choice)
+    if choice == "keep":
+        is_there = any(parse(spec.name).part for spec in source.specs)
+        return StoredLora(is_adapter=False, state=None, notes=[], is_there=is_there)
+    is_adapter, notes = (False, []) if is_converted else _name_as_lora(source)
+    if is_adapter and choice == "merge":
+        fix = "Leave out --lora merge, and load the adapter with PEFT"
+        raise UsageError("an adapter without its base model cannot be merged", file=source.folder, fix=fix)
+    state = None if is_adapter else find_peft_state(source.specs, source.folder or "")
+    if state is not None and choice == "adapter":
+        return _reduced(source, state)
+    return StoredLora(is_adapter, state, notes, is_there=is_adapter or state is not None)
+
+
+def merged_view(source: StoredSource, state: PeftState, twin: nn.Module | None, notes: list[str]) -> LoraView:
+    """Plan the merge of an adapter into the model that it stands with.
+
+    Args:
+        source: The checkpoint.
+        state: Its tensors.
+        twin: The model of its config, if there is one: it knows how experts lie.
+        notes: What was decided, a line each; added to.
+
+    Raises:
+        SourceError: `lora_alpha` is not known, or something cannot be merged.
+    """
+    adapter = inspect_lora(state.adapter_tensors(), source.folder or "")
+    path, config = lora_config(source.folder, adapter)
+    notes.append(f"{adapter} merged into the weights, with lora_alpha {config['lora_alpha']} of {path}")
+    if path.name != ADAPTER_CONFIG:
+        notes.append(f"{path.name} does not tell use_rslora and alpha_pattern: they count as off")
+    modules: dict[str, Any] = dict(twin.named_modules()) if twin is not None else {}
+
+    def are_transposed(name: str) -> bool | None:
+        return bool(getattr(modules[name], "is_transposed", False)) if name in modules else None
+
+    return state.merged(config, source.device, are_transposed)
 
 
 def describe_lora(
@@ -55,3 +117,33 @@ def describe_lora(
         return lora_sidecars(found, adapter, source.folder, base_model), None
     except SourceError as error:
         return Sidecars(), error
+
+
+def _reduced(source: StoredSource, state: PeftState) -> StoredLora:
+    """Leave of a model its adapter."""
+    config: Mapping[str, Any] = {}
+    with suppress(SourceError):  # without a config the tensors can still be written alone
+        _, config = lora_config(source.folder, inspect_lora(state.adapter_tensors(), source.folder or ""))
+    names = state.adapter_names(str(config.get("bias", "none")))
+    num_left_out = len(source.specs) - len(names)
+    source.rename(names)
+    notes = [f"{num_left_out:,} tensors are not of the adapter and left out"]
+    return StoredLora(is_adapter=True, state=None, notes=notes)
+
+
+def _name_as_lora(source: StoredSource) -> tuple[bool, list[str]]:
+    """Find out whether a source is an adapter, and if it is, give its tensors PEFT's names.
+
+    Returns:
+        Whether it is one, and what was left out, a line each.
+
+    Raises:
+        UsageError: There are several adapters, and none is called default.
+        SourceError: It is an adapter of another kind than LoRA.
+    """
+    names = lora_names([spec.name for spec in source.specs], source.folder or "")
+    if names is None:
+        return False, []
+    num_left_out = len(source.specs) - len(names)
+    source.rename(names)
+    return True, [f"{num_left_out:,} tensors are not of the adapter and left out"] if num_left_out else []

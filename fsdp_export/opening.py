@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .checkpoint import OpenedCheckpoint
 from .conversion.adapter import conversion_of, load_adapter
 from .conversion.cut import Conversion
+from .conversion.lora_view import LoraView
 from .conversion.shapes import compare_with_config
 from .conversion.transformers import HubConversion, HubForm, convert_stored
 from .conversion.twin import class_name, has_custom_code, meta_twin
@@ -22,7 +24,7 @@ from .dtypes import DtypePolicy
 from .errors import UsageError, listing
 from .exporter import Exporter
 from .fence import Fence
-from .lora import describe_lora, name_as_lora
+from .lora import describe_lora, find_lora, merged_view
 from .sidecars.collect import Sidecars, from_folder
 from .sidecars.origins import CONFIG
 from .sources.base import Source
@@ -45,6 +47,7 @@ def open_checkpoint(
     exclude: Sequence[str] = (),
     adapter: Any = None,
     trust_remote_code: bool = False,
+    lora: str = "auto",
     device: torch.device | str | None = None,
     format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
     ranks: tuple[int, ...] = (0,),
@@ -61,6 +64,7 @@ def open_checkpoint(
         exclude: See there.
         adapter: See there.
         trust_remote_code: See there.
+        lora: See there.
         device: See there.
         format: What will be written. With `"safetensors"` the config need not fit the tensors.
         ranks: The global ranks that export together; `(0,)` without a process group.
@@ -72,7 +76,8 @@ def open_checkpoint(
     base = os.fspath(base_model) if base_model is not None else None
     with Fence(ranks, rank).operation("open_checkpoint") as operation:
         opened = open_source(Path(source), prefix=prefix, ranks=ranks, rank=rank, device=_usable(device))
-        is_lora, notes = name_as_lora(opened) if adapter is None else (False, [])
+        found = find_lora(opened, lora, is_converted=adapter is not None)
+        is_lora, notes = found.is_adapter, found.notes
         if rank != ranks[0]:
             operation.agree()
         sidecars = from_folder(opened.folder, base)
@@ -83,9 +88,13 @@ def open_checkpoint(
         if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
             dtype = "keep"
         policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
-        hub = _hub_form(opened, sidecars, trust_remote_code=trust_remote_code) if config and not is_lora else None
-        conversion = _conversion(adapter, opened, sidecars, hub)
-        origins = _origins(opened, conversion)
+        twin = _twin(opened, sidecars, trust_remote_code=trust_remote_code) if config and not is_lora else None
+        view = merged_view(opened, found.state, twin, notes) if found.state is not None else None
+        specs = opened.specs if view is None else view.specs
+        hub = _hub_form(twin, specs, sidecars) if twin is not None else None
+        is_kept = found.is_there and view is None
+        conversion = _conversion(adapter, specs, sidecars, None if is_kept else hub, opened.folder)
+        origins = _origins(specs, conversion, view)
         aliases, untied = tied_names(opened, origins, hub, operation)
         exporter = Exporter(
             opened,
@@ -93,6 +102,7 @@ def open_checkpoint(
             include=include,
             exclude=exclude,
             adapter=conversion,
+            lora=view or "keep",
             aliases=aliases,
             untied=untied,
         )
@@ -106,7 +116,7 @@ def open_checkpoint(
             sidecars, lacks = describe_lora(opened, exporter.plan.outputs, sidecars, base)
         elif format != "safetensors":
             sidecars = _fit_to_shapes(sidecars, exporter, origins, hub, notes)
-    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, lacks)
+    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, found.is_there, lacks)
 
 
 def _usable(device: torch.device | str | None) -> torch.device | None:
@@ -152,32 +162,34 @@ def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
 
 
 def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    names = exporter.source.specs if exporter.conversion is None else exporter.conversion.names
-    num_tensors, hits = len(names) - len(exporter.plan.aliases), exporter.pattern_hits
+    num_tensors, hits = exporter.num_available, exporter.pattern_hits
     options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
     return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
 
 
-def _hub_form(source: Source, sidecars: Sidecars, *, trust_remote_code: bool) -> HubForm | None:
-    """Return the form that the model of a config has on the hub; None for a class that is not known."""
-    folder = sidecars.config_file.parent if sidecars.config_file is not None else None
-    code = folder if trust_remote_code else None
-    twin = meta_twin(sidecars.config or {}, len(source.specs), code=code)
-    if twin is None:
-        return None
-    loaded = names_in(folder) if folder is not None else frozenset[str]()
-    return HubForm(twin, loaded | {spec.name for spec in source.specs})
+def _twin(source: Source, sidecars: Sidecars, *, trust_remote_code: bool) -> nn.Module | None:
+    """Build the model of a config; None for a class that is not known."""
+    code = sidecars.config_file.parent if trust_remote_code and sidecars.config_file is not None else None
+    return meta_twin(sidecars.config or {}, len(source.specs), code=code)
 
 
-def _conversion(adapter: Any, source: Source, sidecars: Sidecars, hub: HubForm | None) -> Conversion | None:
+def _hub_form(twin: nn.Module, specs: Iterable[TensorSpec], sidecars: Sidecars) -> HubForm:
+    """Return the form that the model of a config has on the hub."""
+    loaded = names_in(sidecars.config_file.parent) if sidecars.config_file is not None else frozenset[str]()
+    return HubForm(twin, loaded | {spec.name for spec in specs})
+
+
+def _conversion(
+    adapter: Any, specs: Sequence[TensorSpec], sidecars: Sidecars, hub: HubForm | None, folder: Path | None
+) -> Conversion | None:
     """Plan what an adapter, or one that a string names, does to a checkpoint; or else what transformers does."""
     if adapter is None:
-        return convert_stored(hub, source.specs, source.folder) if hub is not None else None
+        return convert_stored(hub, specs, folder) if hub is not None else None
     if isinstance(adapter, str):
         places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
         assets = next((place.parent for place in places if isinstance(place, Path)), None)
         adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
-    return Conversion(conversion_of(adapter), source.specs)
+    return Conversion(conversion_of(adapter), specs)
 
 
 def _conversion_notes(
@@ -191,7 +203,7 @@ def _conversion_notes(
     if conversion is not None:
         unused = conversion.unused
         return [f"the adapter makes nothing of {len(unused):,}: {listing(unused)}"] if unused else []
-    if not config or is_lora:
+    if not config or is_lora or hub is not None:
         return []
     if find_spec("transformers") is None:
         return ["transformers is not installed, so names stay as they are"]
@@ -200,11 +212,15 @@ def _conversion_notes(
     return [f"transformers has no class {name} that takes this config, so names stay as they are{way_out}"]
 
 
-def _origins(source: Source, conversion: Conversion | None) -> dict[str, TensorSpec | None]:
-    """Map the names that can be exported to the tensors that they are; None for what is made of others."""
+def _origins(
+    specs: Iterable[TensorSpec], conversion: Conversion | None, view: LoraView | None
+) -> dict[str, TensorSpec | None]:
+    """Map the names that can be exported to the source's tensors that they are; None for what is made of others."""
     if conversion is not None:
-        return {name: conversion.origin(name) for name in conversion.names}
-    return {spec.name: spec for spec in source.specs}
+        seen = {name: conversion.origin(name) for name in conversion.names}
+    else:
+        seen = {spec.name: spec for spec in specs}
+    return seen if view is None else {name: spec and view.origin(spec.name) for name, spec in seen.items()}
 
 
 def _fit_to_shapes(

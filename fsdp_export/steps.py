@@ -121,6 +121,7 @@ class Step:
         whole: Inputs of which every unit needs all.
         parts: Where every output is rows of the only input, or the same of each: which. Else empty.
         is_unitwise: Whether every output needs no more than one unit, so that it comes whole with that.
+        merged: Inputs that are merged into others, and are no parameters of what is delivered.
     """
 
     by_unit: tuple[TensorSpec, ...]
@@ -131,6 +132,7 @@ class Step:
     whole: tuple[TensorSpec, ...] = ()
     parts: tuple[Part, ...] = ()
     is_unitwise: bool = False
+    merged: tuple[TensorSpec, ...] = ()
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

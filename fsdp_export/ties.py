@@ -7,14 +7,15 @@ was never tied. As long as these are equal they count as one; else both are expo
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from .conversion.aliases import declared_aliases, find_aliases, output_embeddings, own_ties
-from .conversion.live_twin import pretrained_twins
+from .conversion.lora_view import LoraView
+from .conversion.peft_module import PeftModule, base_twins
 from .conversion.transformers import HubForm
 from .errors import DisagreementError
 from .fence import Operation
@@ -35,38 +36,62 @@ class LiveTies:
         aliases: Names to leave out, and the name under which the same parameter is exported.
         broken: Names that the config declares to be tied to others, which are other parameters.
         are_undeclared: Whether embeddings are tied that the config declares not to be.
+        ended: Names whose tie ends as an adapter is merged, so that they have values of their own.
     """
 
     aliases: Mapping[str, str]
     broken: Mapping[str, str]
     are_undeclared: bool
+    ended: Sequence[str] = ()
 
 
-def live_ties(model: nn.Module) -> LiveTies:
-    """Find the ties of a module. Local, and values are not looked at.
+def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView | None = None) -> LiveTies:
+    """Find the ties of a module, or of the model that PEFT's adapters are merged into. Local; no value is looked at.
+
+    A tie holds between tensors that stay as they are. What is tied to one that an adapter changes or replaces has
+    values of its own from then on, as it had in training.
+
+    Args:
+        model: The module.
+        peft: What PEFT has made of it; None where it has made nothing of it, or names are kept.
+        view: The merged model.
 
     Raises:
         SourceError: As `named_tensors`.
     """
-    named = named_tensors(model)
-    aliases = find_aliases(named, model)
+    named: dict[str, object] = {**named_tensors(model)}
+    changed: set[int] = set()
+    if peft is not None and view is not None:
+        own = {base: named[spec.name] for base, spec in view.origins.items()}
+        unchanged = {base: value for base, value in own.items() if base not in view.updates}
+        changed = {id(named[name]) for name in named.keys() - {view.origins[base].name for base in unchanged}}
+        named = {base: unchanged.get(base) for base in own}
+    aliases = find_aliases(named, model if peft is None else peft.base)
     declared: dict[str, str] = {}
     outputs: set[str] = set()
-    for path, twin in pretrained_twins(model):
+    for path, twin in base_twins(model, peft):
         declared |= {path + alias: path + kept for alias, kept in own_ties(twin).items()}
         outputs |= {path + name for name in output_embeddings(twin)}
     pairs = {alias: kept for alias, kept in declared.items() if alias in named and kept in named}
-    broken = {alias: kept for alias, kept in pairs.items() if named[alias] is not named[kept]}
-    return LiveTies(aliases, broken, bool(outputs & (aliases.keys() - declared.keys())))
+    distinct = {alias: kept for alias, kept in pairs.items() if named[alias] is not named[kept] or named[kept] is None}
+    broken = {alias: kept for alias, kept in distinct.items() if None not in (named[alias], named[kept])}
+    ended = {*distinct.keys() - broken.keys()}
+    ended |= {name for name, value in named.items() if id(value) in changed} - {*broken, *broken.values()}
+    return LiveTies(aliases, broken, bool(outputs & (aliases.keys() - declared.keys())), sorted(ended))
 
 
-def equal_ties(source: Source, ties: LiveTies, operation: Operation) -> dict[str, str]:
+def equal_ties(source: Source, ties: LiveTies, operation: Operation, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
     """Return the broken ties of which both parameters have the same values. Collective.
+
+    Args:
+        source: What is exported.
+        ties: Its ties.
+        operation: The fence's operation.
+        specs: The tensors of the source by the names that the ties have.
 
     Raises:
         DisagreementError: The ranks' configs, or their versions of transformers, declare different ties.
     """
-    specs = {spec.name: spec for spec in source.specs}
     equal = []
     for alias, kept in ties.broken.items():
         operation.check()

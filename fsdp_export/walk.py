@@ -247,9 +247,10 @@ def _deliver_rows(
         for stored_piece in stored:
             deliver(stored_piece)
         return
+    whole = [_cast(source.rows(spec, 0, spec.num_rows), step.read_dtype) for spec in step.whole]
     for chunk in _chunks(step, units, _READ_BYTES if source.is_concurrent else CHUNK_BYTES):
-        inputs = [source.rows(spec, *rows) for spec in step.inputs for rows in step.rows_of(spec, (chunk,))]
-        for piece in step.convert([_cast(tensor, step.read_dtype) for tensor in inputs], chunk[0]):
+        by_unit = [_cast(source.rows(spec, *chunk), step.read_dtype) for spec in step.by_unit]
+        for piece in step.convert(by_unit + whole, chunk[0]):
             deliver(piece)
 
 

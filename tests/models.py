@@ -103,7 +103,7 @@ def shard(model: nn.Module, layout: str, world_size: int, **options: Any) -> nn.
 
 def shard_on(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     """Shard a model in place on all axes of a mesh, of which there may be two."""
-    for child in _blocks(model):
+    for child in reversed(_blocks(model)):  # what lies in another one first
         fully_shard(child, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
     return model

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from peft_models import merged_tensors, with_lora
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -231,6 +233,21 @@ def test_device_memory_is_bounded_by_buckets_of_experts():
     names = [name for name, _ in exporter.tensors()]
     assert sum(".experts." in name for name in names) == 2 * 3 * 128
     assert torch.cuda.max_memory_allocated() - before <= 4 * bucket_bytes
+
+
+@pytest.mark.parametrize("kind", OFFLOAD)
+@pytest.mark.parametrize("model_kind", ["plain", "dora", "embeddings", "experts"])
+def test_lora_is_merged_as_peft_does_on_the_device(folder, model_kind, kind):
+    expected = merged_tensors(with_lora(model_kind).cuda())
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    model = fully_shard(with_lora(model_kind), mesh=mesh, offload_policy=OFFLOAD[kind])
+    tensors = dict(Exporter(model, bucket_bytes=20_000).tensors())
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    save_checkpoint(model, folder / "out", lora="merge", format="safetensors")
+    if dist.get_rank() == 0:
+        written = load_file(folder / "out" / "model.safetensors")
+        assert all(torch.equal(written[name], tensor.cpu()) for name, tensor in expected.items())
 
 
 def test_plain_tensors_that_differ(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -15,7 +16,10 @@ from .aliases import clean_modules
 __all__ = ["pretrained_twins"]
 
 
-def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
+_Original = Callable[[nn.Module], nn.Module]
+
+
+def pretrained_twins(model: nn.Module, original: _Original = lambda module: module) -> list[tuple[str, nn.Module]]:
     """Return a twin of every model of transformers in a module that is not part of another one.
 
     Its modules have the classes of before `fully_shard`, no wrappers around them, and the attributes of those that
@@ -23,6 +27,7 @@ def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
     Args:
         model: The module, wrapped or not.
+        original: Returns what was in the place of a module before something else was put there, as PEFT does.
 
     Returns:
         Pairs of a name, without wrapper segments and with a trailing dot unless it is empty, and a twin. Nothing where
@@ -35,13 +40,13 @@ def pretrained_twins(model: nn.Module) -> list[tuple[str, nn.Module]]:
     for name, module in clean_modules(model):
         is_inner = any(name.startswith(path) for path, _ in twins)
         if isinstance(module, modeling.PreTrainedModel) and not is_inner:
-            twins.append((name, _twin_of(module, {})))
+            twins.append((name, _twin_of(module, original, {})))
     return twins
 
 
-def _twin_of(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+def _twin_of(module: nn.Module, original: _Original, made: dict[int, nn.Module]) -> nn.Module:
     """Copy a tree of modules without values, as it was before wrappers and `fully_shard`; no tensor of it is tied."""
-    module = _unwrapped(module)
+    module = _unwrapped(original(_unwrapped(module)))
     if id(module) in made:
         return made[id(module)]
     is_script = isinstance(module, torch.jit.ScriptModule)  # has no class of its own
@@ -51,7 +56,8 @@ def _twin_of(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     # Not by `setattr`, of which a class may have its own idea.
     parts = vars(twin)
     parts.update({name: value for name, value in vars(module).items() if name not in parts})
-    parts["_modules"].update({name: child and _twin_of(child, made) for name, child in module._modules.items()})  # noqa: SLF001
+    for name, child in module._modules.items():  # noqa: SLF001
+        parts["_modules"][name] = None if child is None else _twin_of(child, original, made)
     for kind in ("_parameters", "_buffers"):
         for name, tensor in getattr(module, kind).items():
             parts[kind][name] = None if tensor is None else _on_meta(tensor)

@@ -1,9 +1,4 @@
-"""LoRA adapters as PEFT has them: which state dict is one, what PEFT calls its tensors, and what they tell of it.
-
-In a live model, and in a state dict of one, names hold what the adapter is called (`q_proj.lora_A.default.weight`); on
-disk they do not. What is trained beside the matrices, whole modules and biases, is stored under the names of the base
-model, behind the same `base_model.model.`.
-"""
+"""LoRA adapters as PEFT has them: which state dict is one, and what its tensors tell of it."""
 
 from __future__ import annotations
 
@@ -13,45 +8,25 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 
-from ..errors import SourceError, UsageError, listing
+from ..errors import SourceError
 from ..spec import TensorInfo
+from .peft_names import (
+    ADAPTER_SEGMENT,
+    BASE,
+    ORIGINAL,
+    PREFIX,
+    PeftName,
+    chosen_adapter,
+    is_embedding,
+    parse,
+    refuse_kind,
+)
 
 __all__ = ["LoraAdapter", "inspect_lora", "lora_names", "parents"]
 
-_PREFIX = "base_model.model."
-_LORA = re.compile(
-    r"(?P<module>.+?)\.(?P<part>lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)"
-    r"(?:\.(?P<adapter>(?!(?:weight|bias)(?:\.|$))[^.]+))?(?:\.(?P<leaf>weight|bias))?"
-)
-_SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<leaf>.+)")
-_ADAPTER_SEGMENT = re.compile(r"(?:.*\.)?(?:lora|adapter)_.*|.*\.trainable_tokens_delta(?:\..*)?")
-_ORIGINAL = ".original_module."
-_BASE = ".base_layer"
-_DEFAULT = "default"
 _LAYER = re.compile(r"(?P<stack>.*?\.)??(?P<index>\d{1,6})\.(?P<inside>.+)")
 _PARTNERS = {"lora_A": "lora_B", "lora_embedding_A": "lora_embedding_B"}
 _MIN_DIMS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class _Name:
-    """A name, taken apart.
-
-    Attributes:
-        module: The module of the base model.
-        part: What of LoRA it is; empty for a parameter of the base model itself.
-        adapter: What the adapter is called; empty where the name does not tell.
-        leaf: What follows.
-    """
-
-    module: str
-    part: str
-    adapter: str
-    leaf: str
-
-    def __str__(self) -> str:
-        leaf = "" if self.part not in {"", "lora_A", "lora_B"} else self.leaf
-        return _PREFIX + ".".join(filter(None, (self.module, self.part, leaf)))
 
 
 @dataclass(frozen=True)
@@ -87,7 +62,7 @@ class LoraAdapter:
     @property
     def fused_modules(self) -> list[str]:
         """Modules of which not a weight but a parameter of experts has LoRA; names do not tell which parameter."""
-        return [module for module in self.ranks if module.endswith((".experts", _BASE)) or module == "experts"]
+        return [module for module in self.ranks if module.endswith((".experts", BASE)) or module == "experts"]
 
     def rank_pattern(self, usual_rank: int) -> dict[str, int]:
         """Return the ranks of modules that have another one, by patterns that PEFT matches with the end of names."""
@@ -135,28 +110,16 @@ def lora_names(names: Collection[str], file: str | PathLike[str]) -> dict[str, s
         UsageError: There are several adapters, and none is called default.
         SourceError: It is an adapter of another kind, or two names become one.
     """
-    parsed = {name: _parse(name) for name in names}
+    parsed = {name: parse(name) for name in names}
     if not _is_lora(parsed):
         return None
     base = {name for name, parts in parsed.items() if not parts.part and not parts.adapter}
-    unknown = list(filter(_ADAPTER_SEGMENT.fullmatch, base))
-    if unknown:
-        raise SourceError(
-            "an adapter of a kind that is not exported",
-            file=file,
-            expected="LoRA or DoRA of PEFT",
-            found=listing(unknown),
-            fix="Save it with PEFT's save_pretrained",
-        )
+    refuse_kind(list(filter(ADAPTER_SEGMENT.fullmatch, base)), file)
     adapters = {parts.adapter for parts in parsed.values() if parts.adapter}
-    if len(adapters) > 1 and _DEFAULT not in adapters:
-        fix = "Save a state dict that has only the one that is meant"
-        expected = "one, or one called default"
-        raise UsageError("several adapters", file=file, expected=expected, found=listing(adapters), fix=fix)
-    others = adapters - {_DEFAULT} if len(adapters) > 1 else set()
+    others = adapters - {chosen_adapter(adapters, file)}
     renamed: dict[str, str] = {}
     for name, parts in parsed.items():
-        if parts.adapter in others or _ORIGINAL in name:
+        if parts.adapter in others or ORIGINAL in name:
             continue
         if str(parts) in renamed:
             found = f"{renamed[str(parts)]!r} and {name!r}"
@@ -179,13 +142,13 @@ def inspect_lora(tensors: Iterable[TensorInfo], file: str | PathLike[str]) -> Lo
     lora: dict[str, dict[str, TensorInfo]] = {}
     leaves_of: dict[str, set[str]] = {}
     for tensor in tensors:
-        name = _parse(tensor.name)
+        name = parse(tensor.name)
         if name.part:
             lora.setdefault(name.module, {})[name.part + (".bias" if name.leaf == "bias" else "")] = tensor
         else:
             leaves_of.setdefault(name.module, set()).add(name.leaf)
-    of_base = {module for module in leaves_of if module.removesuffix(_BASE) in lora}
-    biases = {module.removesuffix(_BASE) for module, leaves in leaves_of.items() if leaves == {"bias"}}
+    of_base = {module for module in leaves_of if module.removesuffix(BASE) in lora}
+    biases = {module.removesuffix(BASE) for module, leaves in leaves_of.items() if leaves == {"bias"}}
     saved = leaves_of.keys() - of_base - biases
     bias = "none" if not biases else "lora_only" if biases <= lora.keys() else "all"
     return LoraAdapter(
@@ -203,32 +166,23 @@ def parents(module: str) -> list[str]:
     return [".".join(segments[:end]) for end in range(1, len(segments))]
 
 
-def _parse(name: str) -> _Name:
-    name = name.removeprefix(_PREFIX)
-    if match := _SAVED.fullmatch(name):
-        return _Name(match["module"], "", match["adapter"], match["leaf"])
-    if match := _LORA.fullmatch(name):
-        return _Name(match["module"], match["part"], match["adapter"] or "", match["leaf"] or "")
-    module, _, leaf = name.rpartition(".")
-    return _Name(module, "", "", leaf)
-
-
-def _is_lora(parsed: Mapping[str, _Name]) -> bool:
-    matrices = {name for name in parsed if _ADAPTER_SEGMENT.fullmatch(name)}
+def _is_lora(parsed: Mapping[str, PeftName]) -> bool:
+    matrices = {name for name in parsed if ADAPTER_SEGMENT.fullmatch(name)}
     linear = {parts.module for parts in parsed.values() if parts.part in {"lora_A", "lora_B"}}
     embeddings = {parts.module for parts in parsed.values() if parts.part.startswith("lora_embedding_")}
     has_base, unmarked = False, False
     for name, parts in parsed.items():
-        owner = parts.module.removesuffix(_BASE)
-        if name in matrices or parts.adapter or _ORIGINAL in name or (owner in linear and parts.leaf == "bias"):
+        owner = parts.module.removesuffix(BASE)
+        if name in matrices or parts.adapter or ORIGINAL in name or (owner in linear and parts.leaf == "bias"):
             continue
-        if owner in embeddings and owner != parts.module:  # PEFT stores an embedding that has LoRA as well
+        is_stored = owner in embeddings or (owner in linear and is_embedding(owner))
+        if is_stored and owner != parts.module:  # PEFT stores the weight of an embedding or head that has LoRA as well
             has_base = True
         elif owner in linear or owner in embeddings or owner != parts.module:
             return False
         else:
             unmarked = True
-    is_of_peft = not has_base and all(name.startswith(_PREFIX) for name in parsed)
+    is_of_peft = not has_base and all(name.startswith(PREFIX) for name in parsed)
     return bool(matrices) and (is_of_peft or not unmarked)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from ..errors import PlanError, listing
 from ..spec import Sharding, TensorSpec
 from .cut import Conversion
-from .live_twin import pretrained_twins
+from .peft_module import PeftModule, base_twins
 from .trace import ConvertDict, Traced, checked, trace
 
 __all__ = ["HubConversion", "HubForm", "convert_live", "convert_stored"]
@@ -163,15 +163,16 @@ class HubForm:
             return trace(dict, specs)
 
 
-def convert_live(model: nn.Module, specs: Sequence[TensorSpec]) -> HubConversion | None:
+def convert_live(model: nn.Module, specs: Sequence[TensorSpec], peft: PeftModule | None = None) -> HubConversion | None:
     """Plan what `save_pretrained` would make of the tensors of a live module, wrapped or not.
 
     Nothing of the module is built anew or changed, and transformers is not imported: a module of its classes has done
-    that. LoRA is left as it is.
+    that.
 
     Args:
         model: The module. Models of transformers inside of other modules are converted below their own names.
-        specs: Its tensors.
+        specs: Its tensors; of what PEFT has changed, those of the merged model.
+        peft: What PEFT has made of the module; None where it has made nothing of it.
 
     Returns:
         The conversion; None where it would change nothing.
@@ -179,7 +180,7 @@ def convert_live(model: nn.Module, specs: Sequence[TensorSpec]) -> HubConversion
     Raises:
         PlanError: As `HubConversion`.
     """
-    twins = pretrained_twins(model)
+    twins = base_twins(model, peft)
     names = [spec.name for spec in specs]
     if not twins or any(segment.startswith("lora_") for name in names for segment in name.split(".")):
         return None

@@ -36,7 +36,17 @@ from .origins import (
 )
 from .tokenizers import files_of
 
-__all__ = ["Sidecar", "Sidecars", "fit_config", "from_folder", "from_model", "has_config", "read_config", "write"]
+__all__ = [
+    "Sidecar",
+    "Sidecars",
+    "add_tokenizer",
+    "fit_config",
+    "from_folder",
+    "from_model",
+    "has_config",
+    "read_config",
+    "write",
+]
 
 _MAX_BYTES = 256 << 20
 
@@ -108,11 +118,25 @@ def from_model(model: nn.Module, *, tokenizer: object | None = None) -> Sidecars
         sidecars.missing.append(f"{CONFIG}: the module has no config")
     else:
         _add_live_configs(sidecars, model, config)
+    add_tokenizer(sidecars, tokenizer)
+    return sidecars
+
+
+def add_tokenizer(sidecars: Sidecars, tokenizer: object | None) -> None:
+    """Add the files of a tokenizer or processor that was given, or note that none was."""
     if tokenizer is None:
         sidecars.missing.append("tokenizer: none was given")
-    else:
-        _add_tokenizer(sidecars, tokenizer)
-    return sidecars
+        return
+    try:
+        found = files_of(tokenizer)
+    except Exception as error:  # noqa: BLE001  as for configs
+        _lacks(sidecars, "tokenizer", str(error))
+        return
+    copies = {name: content for name, content in found.files.items() if isinstance(content, Path)}
+    sidecars.add(copies, f"copied from {found.folder}")
+    sidecars.add(found.files, "made of the tokenizer that was given")
+    if found.changed is not None:
+        sidecars.warnings.append(f"the tokenizer is not that of {found.folder}: {found.changed}")
 
 
 def from_folder(
@@ -150,7 +174,7 @@ def from_folder(
     if not _add_first(sidecars, places, lambda place: find(place, GENERATION_CONFIG)):
         sidecars.missing.append(f"{GENERATION_CONFIG}: not in {searched}")
     if tokenizer is not None:
-        _add_tokenizer(sidecars, tokenizer)
+        add_tokenizer(sidecars, tokenizer)
     elif not _add_first(sidecars, places, tokenizer_files):
         sidecars.missing.append("tokenizer: none was found")
     _add_first(sidecars, places, processor_files)
@@ -289,19 +313,6 @@ def _add_edited(sidecars: Sidecars, path: Path, edits: Edits) -> None:
         sidecars.warnings.append(f"{path.name} differs from that of {path.parent} in {_keys(edits)}")
     if path.name == CONFIG:
         sidecars.config, sidecars.config_file = json.loads(new), path
-
-
-def _add_tokenizer(sidecars: Sidecars, tokenizer: object) -> None:
-    try:
-        found = files_of(tokenizer)
-    except Exception as error:  # noqa: BLE001  as for configs
-        _lacks(sidecars, "tokenizer", str(error))
-        return
-    copies = {name: content for name, content in found.files.items() if isinstance(content, Path)}
-    sidecars.add(copies, f"copied from {found.folder}")
-    sidecars.add(found.files, "made of the tokenizer that was given")
-    if found.changed is not None:
-        sidecars.warnings.append(f"the tokenizer is not that of {found.folder}: {found.changed}")
 
 
 def _add_found_config(sidecars: Sidecars, places: Sequence[Path]) -> None:

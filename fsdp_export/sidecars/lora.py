@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from ..conversion.peft import LoraAdapter, parents
 from ..errors import SourceError, listing
-from .collect import Sidecar, Sidecars, read_config
+from .collect import Sidecar, Sidecars, add_tokenizer, read_config
 from .config_json import Edits, edit_json
+from .live_config import model_class
 from .origins import CONFIG, GENERATION_CONFIG, levels
 
-__all__ = ["ADAPTER_CONFIG", "lora_sidecars"]
+__all__ = ["ADAPTER_CONFIG", "live_lora_sidecars", "lora_config", "lora_sidecars"]
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -29,8 +32,10 @@ _VERL_FOLDER = "lora_adapter"
 _TASKS = {"CAUSAL_LM", "FEATURE_EXTRACTION", "QUESTION_ANS", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS"}
 _PUT_IT = "Put the adapter_config.json of the training beside the checkpoint"
 _TENSORS_ALONE = "or write the tensors alone with --format safetensors"
+_KEEP_IT = "or keep the names that the tensors have with --lora keep"
 _NOT_ITS = "an adapter config that is not that of the tensors"
-_ANOTHERS = f"Move it away and put the right one beside the checkpoint, {_TENSORS_ALONE}"
+_MOVE_IT = "Move it away and put the right one beside the checkpoint"
+_ANOTHERS = f"{_MOVE_IT}, {_TENSORS_ALONE}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,41 @@ def lora_sidecars(
     return sidecars
 
 
-def _find(folder: Path | None) -> _Known:
+def live_lora_sidecars(config: Any, base: nn.Module, *, tokenizer: object | None = None) -> Sidecars:
+    """Decide on the sidecars of an adapter of a live model: PEFT's config, as PEFT writes it, and the tokenizer.
+
+    Args:
+        config: PEFT's config of the adapter; left as it is.
+        base: The model that the adapter is for.
+        tokenizer: A tokenizer or processor to save with it.
+    """
+    content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    content["inference_mode"] = True
+    content["base_model_name_or_path"] = content["base_model_name_or_path"] or vars(base).get("name_or_path") or None
+    if content["task_type"] is None:
+        cls = model_class(base)
+        content["auto_mapping"] = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
+    text = json.dumps(content, indent=2, sort_keys=True)
+    sidecars = Sidecars([Sidecar(ADAPTER_CONFIG, "made of the live config", text.encode())])
+    add_tokenizer(sidecars, tokenizer)
+    if not content["base_model_name_or_path"]:
+        sidecars.missing.append(f"base_model_name_or_path in {ADAPTER_CONFIG}: the config has none")
+    return sidecars
+
+
+def lora_config(folder: Path | None, adapter: LoraAdapter) -> tuple[Path, Mapping[str, Any]]:
+    """Return the nearest file that tells `lora_alpha` of an adapter beside its base model, and what it says.
+
+    Raises:
+        SourceError: `lora_alpha` is nowhere, or the config that is found is not that of these tensors.
+    """
+    known = _find(folder, _KEEP_IT)
+    if known.path.name == ADAPTER_CONFIG:
+        _check(known, adapter, _KEEP_IT)
+    return known.path, known.values
+
+
+def _find(folder: Path | None, otherwise: str = _TENSORS_ALONE) -> _Known:
     """Find the nearest file that tells lora_alpha."""
     useless = []
     for path in _places(folder) if folder is not None else ():
@@ -106,7 +145,7 @@ def _find(folder: Path | None) -> _Known:
         file=folder,
         expected=f"{ADAPTER_CONFIG} or {_VERL_META} there or above it",
         found=listing(useless) or "neither",
-        fix=f"{_PUT_IT}, {_TENSORS_ALONE}",
+        fix=f"{_PUT_IT}, {otherwise}",
     )
 
 
@@ -116,32 +155,31 @@ def _places(folder: Path) -> Iterator[Path]:
         yield from filter(os.path.isfile, paths)
 
 
-def _check(known: _Known, adapter: LoraAdapter) -> None:
+def _check(known: _Known, adapter: LoraAdapter, otherwise: str = _TENSORS_ALONE) -> None:
     """Refuse a config that cannot be that of the tensors; a pattern in it is not tried, for it may never end."""
     values = known.values
+    another = f"{_MOVE_IT}, {otherwise}"
     if values.get("peft_type") != "LORA":
         what, found = "an adapter config of another kind", values.get("peft_type")
-        raise SourceError(what, file=known.path, expected="peft_type LORA", found=found, fix=_ANOTHERS)
+        raise SourceError(what, file=known.path, expected="peft_type LORA", found=found, fix=another)
     if values.get("target_parameters"):  # whose rank is that of all experts together, and whose modules are not listed
         return
     pattern = values.get("rank_pattern")
     ranks = [values.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    _check_ranks(known, adapter, {rank for rank in ranks if isinstance(rank, int)})
+    _check_ranks(known, adapter, {rank for rank in ranks if isinstance(rank, int)}, another)
     targets = values.get("target_modules")
     ends = set(map(str, targets)) if isinstance(targets, list) else set()
     for module in adapter.ranks if ends else ():
         segments = module.split(".")
         if all(".".join(segments[first:]) not in ends for first in range(len(segments))):
-            raise SourceError(_NOT_ITS, name=module, file=known.path, found=f"targets {listing(ends)}", fix=_ANOTHERS)
+            raise SourceError(_NOT_ITS, name=module, file=known.path, found=f"targets {listing(ends)}", fix=another)
 
 
-def _check_ranks(known: _Known, adapter: LoraAdapter, ranks: Collection[int]) -> None:
+def _check_ranks(known: _Known, adapter: LoraAdapter, ranks: Collection[int], fix: str = _ANOTHERS) -> None:
     for module, rank in adapter.ranks.items():
         if rank not in ranks:
             found = f"rank {listing(ranks)}" if ranks else "none"
-            raise SourceError(
-                _NOT_ITS, name=module, file=known.path, expected=f"rank {rank}", found=found, fix=_ANOTHERS
-            )
+            raise SourceError(_NOT_ITS, name=module, file=known.path, expected=f"rank {rank}", found=found, fix=fix)
 
 
 def _fitted(known: _Known, adapter: LoraAdapter, base: object) -> tuple[bytes | Path, list[str]]:

@@ -216,7 +216,7 @@ def _split(plan: Plan, max_shard_size: int | str) -> list[FileLayout]:
 
 
 def _index(plan: Plan, layouts: Sequence[FileLayout]) -> dict[str, object]:
-    inputs = {spec for step in plan.steps for spec in step.inputs}
+    inputs = {spec for step in plan.steps for spec in step.inputs if spec not in step.merged}
     num_parameters = sum(math.prod(spec.shape) for spec in inputs if not spec.is_buffer)
     return {
         "metadata": {"total_parameters": num_parameters, "total_size": plan.num_bytes},
