@@ -12,6 +12,7 @@ from .errors import ComparisonError, SourceError, UsageError, listing
 from .exporter import Exporter
 from .fence import Fence
 from .layout import FileLayout
+from .paths import is_file
 from .publish import files_replaced_by
 from .sidecars.collect import Sidecars
 from .sinks.compare import CompareSink
@@ -143,7 +144,7 @@ class OpenedCheckpoint:
 def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
     """Open the files of an export, whatever else lies in the folder."""
     names = (ADAPTER_FILE,) if is_lora else ("model.safetensors.index.json", "model.safetensors")
-    return HfFolderSource(next((folder / name for name in names if (folder / name).is_file()), folder))
+    return HfFolderSource(next((folder / name for name in names if is_file(folder / name)), folder))
 
 
 def _provenance(source: StoredSource) -> str:

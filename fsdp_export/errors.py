@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from os import PathLike
 
 __all__ = [
+    "COPY_AGAIN",
     "ComparisonError",
     "DisagreementError",
     "ExportError",
@@ -33,7 +34,13 @@ __all__ = [
     "UnsafeInputError",
     "UsageError",
     "listing",
+    "truncated_file",
+    "unreadable_file",
 ]
+
+
+COPY_AGAIN = "Copy the file here again, or use another step"
+"""The way out of a file that is not what was written."""
 
 
 class ExportError(Exception):
@@ -120,3 +127,20 @@ def listing(items: Iterable[object], limit: int = 5) -> str:
     texts = sorted(str(item) for item in items)
     shown = ", ".join(texts[:limit])
     return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
+
+
+def truncated_file(file: str | PathLike[str], num_bytes: int, found: int) -> SourceError:
+    """Return the error of a data file that ends before the bytes that are wanted.
+
+    Args:
+        file: The file.
+        num_bytes: Up to which byte it is wanted.
+        found: Where it ends.
+    """
+    what = "a truncated data file"
+    return SourceError(what, file=file, expected=f"{num_bytes:,} bytes", found=f"{found:,}", fix=COPY_AGAIN)
+
+
+def unreadable_file(file: str | PathLike[str], error: OSError) -> SourceError:
+    """Return the error of a data file that the system does not let us read."""
+    return SourceError("a data file that cannot be read", file=file, found=error.strerror or error)

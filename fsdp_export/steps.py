@@ -168,15 +168,14 @@ class Step:
         return (self.read_dtype or spec.dtype).itemsize
 
 
-def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None, *, name: str | None = None) -> Step:
+def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None) -> Step:
     """Return the step that delivers a tensor as it is.
 
     Args:
         spec: The tensor.
         dtype: What to cast it to; None to keep its dtype.
-        name: What to call it; None for its own name.
     """
-    output = TensorInfo(name or spec.name, spec.shape, dtype or spec.dtype)
+    output = TensorInfo(spec.name, spec.shape, dtype or spec.dtype)
     return row_step(spec, (Part(output, (0, spec.num_rows)),))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from .layout import FileLayout
 from .spec import TensorInfo
 
-__all__ = ["dtype_name", "human_bytes", "plan_table", "rank_ranges", "summary"]
+__all__ = ["counted", "dtype_name", "human_bytes", "plan_table", "rank_ranges", "summary"]
 
 _STEP = 1000
 _HEADER = ("name", "shape", "dtype", "bytes", "file")
@@ -41,11 +41,16 @@ def rank_ranges(ranks: Iterable[int]) -> str:
     return f"{'rank' if is_one else 'ranks'} {', '.join(texts)}"
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Return a number and what it counts: 1 tensor, 1,024 tensors, 2 entries."""
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def summary(outputs: Iterable[TensorInfo]) -> str:
     """Return one line: 339 tensors, 15.2 GB, bfloat16."""
     outputs = list(outputs)
     dtypes = [dtype_name(dtype) for dtype, _ in Counter(output.dtype for output in outputs).most_common()]
-    count = f"{len(outputs):,} tensor" + ("s" if len(outputs) != 1 else "")
+    count = counted(len(outputs), "tensor")
     return f"{count}, {human_bytes(sum(output.num_bytes for output in outputs))}, {' and '.join(dtypes) or 'empty'}"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import ComparisonError
-from .table import human_bytes
+from .table import counted, human_bytes
 
 __all__ = ["Difference", "Verification"]
 
@@ -103,7 +103,7 @@ class Verification:
     def lines(self) -> list[str]:
         """Return a line per difference, or one that says that there is none."""
         if self.is_equal:
-            tensors = f"{self.num_tensors:,} tensor" + ("s" if self.num_tensors != 1 else "")
+            tensors = counted(self.num_tensors, "tensor")
             return [f"verified {tensors}, {human_bytes(self.num_bytes)}: all equal"]
         more = self.num_differing - len(self.differences)
         return [*map(str, self.differences), *([f"and {more:,} more"] if more else [])]

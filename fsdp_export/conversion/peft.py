@@ -10,6 +10,7 @@ from os import PathLike
 
 from ..errors import SourceError
 from ..spec import TensorInfo
+from ..table import counted
 from .peft_names import (
     ADAPTER_SEGMENT,
     BASE,
@@ -50,7 +51,7 @@ class LoraAdapter:
     def __str__(self) -> str:
         low, high = min(self.ranks.values()), max(self.ranks.values())
         ranks = f"rank {low}" if low == high else f"ranks {low} to {high}"
-        modules = f"{len(self.ranks):,} module{'s' if len(self.ranks) != 1 else ''}"
+        modules = counted(len(self.ranks), "module")
         return f"{'DoRA' if self.has_magnitudes else 'LoRA'} adapter of {ranks} on {modules}"
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import SourceError, listing
 from ..sidecars.config_json import Edits, edit_json, vocab_edits
 from ..spec import TensorInfo
+from ..table import counted
 from .known import KnownTensors, Shape
 from .transformers import HubForm
 from .twin import has_custom_code, meta_twin
@@ -102,14 +103,11 @@ def _notes_on_names(
         how_many = "none" if not num_known else f"only {num_known:,} of {len(all_names):,}"
         verb = "is one" if num_known < 2 else "are ones"  # noqa: PLR2004 - one
         return [f"{how_many} of the names {verb} of {class_name}: {facts}; {way_out}"]
-    notes = [f"{class_name} has {_count(missing)} that the checkpoint lacks: {listing(missing)}"] if missing else []
+    lacks, more = counted(len(missing), "tensor"), counted(len(unknown), "tensor")
+    notes = [f"{class_name} has {lacks} that the checkpoint lacks: {listing(missing)}"] if missing else []
     if unknown:
-        notes.append(f"{class_name} does not know {_count(unknown)} of the checkpoint: {listing(unknown)}")
+        notes.append(f"{class_name} does not know {more} of the checkpoint: {listing(unknown)}")
     return notes
-
-
-def _count(names: Sequence[str]) -> str:
-    return f"{len(names):,} tensor" + ("s" if len(names) != 1 else "")
 
 
 def _misfits(outputs: Iterable[TensorInfo], known: KnownTensors) -> Misfits:

@@ -142,7 +142,7 @@ def locate_base(base_model: str | Path) -> tuple[Path, str | None]:
     Raises:
         NotFoundError: It is no folder, and neither in the hub cache nor to be downloaded.
     """
-    if Path(base_model).is_file():
+    if is_file(Path(base_model)):
         fix = f"Give its folder: {Path(base_model).parent}"
         raise NotFoundError(f"the base model {str(base_model)!r} is a file", fix=fix)
     folder = locate_local(str(base_model))

@@ -6,7 +6,7 @@ import errno
 import os
 from contextlib import ExitStack
 
-from ..errors import SourceError
+from ..errors import truncated_file, unreadable_file
 from ..steps import Extent
 
 __all__ = ["copy_bytes"]
@@ -33,7 +33,7 @@ def copy_bytes(extent: Extent, target: int, offset: int) -> None:
         try:
             source = stack.enter_context(extent.opened())
         except OSError as error:
-            raise _unreadable(extent, error) from error
+            raise unreadable_file(extent.file, error) from error
         is_alike = (extent.offset - offset) % _PAGE_BYTES == 0
         done = _copy_in_kernel(extent, source, target, offset) if is_alike else 0
         if done < extent.num_bytes:
@@ -64,20 +64,10 @@ def _copy_through_memory(extent: Extent, source: int, target: int, offset: int, 
         try:
             count = os.preadv(source, [buffer[:room]], extent.offset + done)
         except OSError as error:
-            raise _unreadable(extent, error) from error
+            raise unreadable_file(extent.file, error) from error
         if not count:
-            raise SourceError(
-                "a truncated data file",
-                file=extent.file,
-                expected=f"{extent.offset + extent.num_bytes:,} bytes",
-                found=f"{extent.offset + done:,}",
-                fix="Copy the file here again, or use another step",
-            )
+            raise truncated_file(extent.file, extent.offset + extent.num_bytes, extent.offset + done)
         written = 0
         while written < count:
             written += os.pwrite(target, buffer[written:count], offset + done + written)
         done += count
-
-
-def _unreadable(extent: Extent, error: OSError) -> SourceError:
-    return SourceError("a data file that cannot be read", file=extent.file, found=error.strerror or error)

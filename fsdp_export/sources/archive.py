@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from ..errors import SourceError
+from ..errors import truncated_file, unreadable_file
 from ..steps import Extent
 
 __all__ = ["ByteFiles", "DataFiles", "Place", "Strided", "is_inside", "is_possible", "read_rows", "row_extent"]
@@ -26,7 +26,6 @@ _MAX_OPEN = 64
 _MAX_DIMS = 64
 _MAX_ELEMENTS = 1 << 58
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_COPY_AGAIN = "Copy the file here again, or use another step"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,15 +114,9 @@ class DataFiles:
                         break
                     position += count
         except OSError as error:
-            raise self._unreadable(file, error) from error
+            raise unreadable_file(self.folder / file, error) from error
         if position < len(target):
-            raise SourceError(
-                "a truncated data file",
-                file=self.folder / file,
-                expected=f"{offset + len(target):,} bytes",
-                found=f"{offset + position:,}",
-                fix=_COPY_AGAIN,
-            )
+            raise truncated_file(self.folder / file, offset + len(target), offset + position)
 
     def read(self, file: str, offset: int, count: int) -> bytes:
         """Return bytes of a file; see `read_into`."""
@@ -141,15 +134,12 @@ class DataFiles:
             with self.opened(file) as descriptor:
                 return os.fstat(descriptor).st_size
         except OSError as error:
-            raise self._unreadable(file, error) from error
+            raise unreadable_file(self.folder / file, error) from error
 
     def close(self) -> None:
         """Close all files. They open again when they are read again."""
         with self._lock:
             _close_all(self._descriptors)
-
-    def _unreadable(self, file: str, error: OSError) -> SourceError:
-        return SourceError("a data file that cannot be read", file=self.folder / file, found=error.strerror or error)
 
     @contextmanager
     def opened(self, file: str) -> Iterator[int]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from ..errors import ExportError, NotFoundError, SourceError, listing
+from ..errors import COPY_AGAIN, ExportError, NotFoundError, SourceError, listing
 from ..paths import is_file
-from ..table import rank_ranges
+from ..table import counted, rank_ranges
 from .dcp_chunks import ChunkFiles
 from .dcp_metadata import METADATA, Metadata, rank_of_metadata, read_metadata
 from .dcp_model import find_model
@@ -58,21 +58,17 @@ class DcpSource(StoredSource):
         model = find_model(metadata, prefix, of_lightning=is_file(folder / _LIGHTNING))
         _check_names(metadata, model.prefix)
         tensors = {name: metadata.tensor(key) for name, key in model.keys.items()}
-        self._files = ChunkFiles(folder, metadata.transforms)
+        files = ChunkFiles(folder, metadata.transforms)
         for tensor in tensors.values():
             check_cover(tensor, metadata.subject)
-            self._files.check_transforms(tensor)
-        super().__init__(folder, tensors, self._files.locate, ranks=ranks, rank=rank, device=device)
-        self._files.probe(tensors.values())
+            files.check_transforms(tensor)
+        super().__init__(folder, files, tensors, files.locate, ranks=ranks, rank=rank, device=device)
+        files.probe(tensors.values())
         # A chunk that extensions changed is unpacked whole: by several threads, several of them at once.
         self.is_concurrent = not metadata.transforms
         exported = set(model.keys.values())
         self.skipped = tuple(key for key in (*metadata.tensors, *metadata.others) if key not in exported)
         self.description = self.describe(*_kind(metadata), prefix=model.prefix)
-
-    def close(self) -> None:
-        """Close the data files. They open again when they are read again."""
-        self._files.close()
 
 
 def _check_names(metadata: Metadata, prefix: str) -> None:
@@ -80,14 +76,15 @@ def _check_names(metadata: Metadata, prefix: str) -> None:
     described = {*metadata.tensors, *metadata.others}
     lost = [key for key in metadata.paths if key.startswith(prefix) and key not in described]
     if lost:
-        fix = "Copy the file here again, or use another step"
-        raise SourceError("tensors without an entry", file=metadata.subject, found=listing(map(repr, lost)), fix=fix)
+        raise SourceError(
+            "tensors without an entry", file=metadata.subject, found=listing(map(repr, lost)), fix=COPY_AGAIN
+        )
 
 
 def _kind(metadata: Metadata) -> tuple[str, str]:
     ranks = {_rank_of(file) for file in metadata.file_bytes}
-    count = "" if None in ranks else f" of {_counted(len(ranks), 'rank')}"
-    return f"DCP checkpoint{count}", _counted(len(metadata.file_bytes), "data file")
+    count = "" if None in ranks else f" of {counted(len(ranks), 'rank')}"
+    return f"DCP checkpoint{count}", counted(len(metadata.file_bytes), "data file")
 
 
 def recognizes(file_names: Collection[str]) -> bool:
@@ -187,7 +184,3 @@ def _rank_of(file: str) -> int | None:
 def _with_rank(file: str) -> str:
     rank = _rank_of(file)
     return file if rank is None else f"{file} (rank {rank})"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("s" if count != 1 else "")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import SourceError
+from ..errors import COPY_AGAIN, SourceError
 from ..paths import read_file
 from ..spec import Box
 from .archive import Place, is_inside, is_possible
@@ -31,7 +31,6 @@ _MAX_BYTES = 2 << 30
 _MAX_EXTENSIONS = 16
 _MAX_PATH_LENGTH = 100
 _MAX_RATIO = 1 << 15  # of zstd: a block of 128 KiB that repeats a byte takes 4
-_COPY_AGAIN = "Copy the file here again, or use another step"
 
 
 def rank_of_metadata(file_name: str) -> int | None:
@@ -210,7 +209,7 @@ class _Part:
 
     def _error(self, found: str, key: str | None = None) -> SourceError:
         what = "metadata that make no sense"
-        return SourceError(what, name=key, file=self.file, found=found, fix=_COPY_AGAIN)
+        return SourceError(what, name=key, file=self.file, found=found, fix=COPY_AGAIN)
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str, ...]]:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import NotFoundError, SourceError, UsageError, listing
+from ..errors import COPY_AGAIN, NotFoundError, SourceError, UsageError, listing
 from ..paths import is_file, is_folder, read_file
 from .archive import is_inside
 from .safetensors_file import parse_json
@@ -175,8 +175,7 @@ def read_index(file: Path) -> dict[str, str]:
 
 
 def _damaged_index(file: Path, found: object) -> SourceError:
-    fix = "Copy the file here again, or use another step"
-    return SourceError("a damaged index", file=file, found=found, fix=fix)
+    return SourceError("a damaged index", file=file, found=found, fix=COPY_AGAIN)
 
 
 def _without_index(folder: Path, weights: Sequence[str]) -> WeightFiles:

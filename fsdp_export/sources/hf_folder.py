@@ -21,6 +21,7 @@ import torch
 from ..errors import ExportError, NotFoundError, SourceError, UsageError, listing
 from ..paths import is_file, is_folder
 from ..spec import Box
+from ..table import counted
 from .archive import DataFiles, Place
 from .dcp_model import ModelState, find_model, name_keys
 from .hf_files import WeightFiles, find_weights, holds_shards, is_part, read_index, recognizes
@@ -80,22 +81,16 @@ class HfFolderSource(StoredSource):
         weights = _choose(folder)
         model = _find_model(weights, prefix)
         tensors = {name: weights.tensors[model.keys[name]] for name in sorted(model.keys, key=_natural)}
-        self._files = weights.files
-        locate = partial(_locate, weights.files)
-        super().__init__(weights.files.folder, tensors, locate, ranks=ranks, rank=rank, device=device)
+        self._folder, files = weights.files.folder, weights.files
+        super().__init__(files.folder, files, tensors, partial(_locate, files), ranks=ranks, rank=rank, device=device)
         self.skipped = tuple(sorted(weights.tensors.keys() - set(model.keys.values())))
-        count = len(weights.found.names)
-        num_files = f"{count:,} file{'s' if count != 1 else ''}"
+        num_files = counted(len(weights.found.names), "file")
         self.description = self.describe(weights.found.kind, num_files, prefix=model.prefix)
 
     def file_of(self, name: str) -> Path:
         """Return the file that has a tensor; the folder where several have parts of it, or none has an element."""
         files = {chunk.place.file for chunk in self._tensors[name].chunks}
-        return self._files.folder / files.pop() if len(files) == 1 else self._files.folder
-
-    def close(self) -> None:
-        """Close the files. They open again when they are read again."""
-        self._files.close()
+        return self._folder / files.pop() if len(files) == 1 else self._folder
 
 
 def _locate(files: DataFiles, tensor: StoredTensor, box: Box, place: Place) -> Located:

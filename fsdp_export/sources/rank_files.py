@@ -15,7 +15,7 @@ import torch
 
 from ..errors import NotFoundError, SourceError, UsageError, listing
 from ..paths import is_file
-from ..table import rank_ranges, summary
+from ..table import counted, rank_ranges
 from .archive import DataFiles
 from .dcp_model import find_model
 from .rank_tensors import RankTensors
@@ -45,7 +45,7 @@ class _Set:
     files: dict[int, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return f"{self.stem} ({len(self.files):,} {'file' if len(self.files) == 1 else 'files'})"
+        return f"{self.stem} ({counted(len(self.files), 'file')})"
 
 
 class RankFilesSource(StoredSource):
@@ -79,30 +79,21 @@ class RankFilesSource(StoredSource):
     ) -> None:
         folder, file_name = (path.parent, path.name) if is_file(path) else (path, None)
         chosen, others = _choose(folder, file_name)
-        self._files = DataFiles(folder)
-        tensors = RankTensors(self._files)
+        files = DataFiles(folder)
+        tensors = RankTensors(files)
         for saver, file in sorted(chosen.files.items()):
-            tensors.add(StateFile(self._files, file), saver)
+            tensors.add(StateFile(files, file), saver)
         model = find_model(tensors, prefix)
         num_missing = _check_complete(folder, chosen, tensors, list(model.keys.values()))
         stored = {name: tensors.stored(key) for name, key in model.keys.items()}
-        super().__init__(folder, stored, locator(self._files), ranks=ranks, rank=rank, device=device)
+        super().__init__(folder, files, stored, locator(files), ranks=ranks, rank=rank, device=device)
         exported = set(model.keys.values())
         left_out = [key for key in (*tensors.tensors, *tensors.others) if key not in exported]
         self.skipped = (*left_out, *(file for other in others for file in other.files.values()))
         world_size = chosen.world_size or len(chosen.files) + num_missing
-        parts = [f"{chosen.maker} rank files, world size {world_size:,}", tensors.mesh, summary(self.specs)]
-        if num_missing:
-            parts.append(f"read from {len(chosen.files):,} files, of which the missing ones are replicas")
-        if model.prefix:
-            parts.append(f"below {model.prefix.removesuffix('.')!r}")
-        if self.skipped:
-            parts.append(f"{len(self.skipped):,} other {'entry' if len(self.skipped) == 1 else 'entries'} left out")
-        self.description = ", ".join(filter(None, parts))
-
-    def close(self) -> None:
-        """Close the files. They open again when they are read again."""
-        self._files.close()
+        found = f"{chosen.maker} rank files, world size {world_size:,}"
+        remark = f"read from {len(chosen.files):,} files, of which the missing ones are replicas" if num_missing else ""
+        self.description = self.describe(found, tensors.mesh, prefix=model.prefix, remark=remark)
 
 
 def recognizes(file_names: Iterable[str]) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import SourceError
+from ..errors import COPY_AGAIN, SourceError
 from ..spec import Box, Sharding
 from .archive import DataFiles, read_rows
 from .dtensor_pickle import DTensor, Meshes, sharding_of
@@ -104,9 +104,8 @@ class RankTensors:
             try:
                 self._add_dtensor(state, key, tensor, meshes)
             except ValueError as error:
-                fix = "Copy the file here again, or use another step"
                 what = "a DTensor that makes no sense"
-                raise SourceError(what, name=key, file=state.file, found=error, fix=fix) from error
+                raise SourceError(what, name=key, file=state.file, found=error, fix=COPY_AGAIN) from error
         for mesh in meshes.found:
             self.ranks.update(mesh.mesh.ranks)
 

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ..errors import SourceError
+from ..errors import COPY_AGAIN, SourceError
 from .archive import DataFiles, Place, Strided, is_possible
 
 __all__ = ["Entry", "Header", "dense", "parse_json", "read_header"]
@@ -23,7 +23,6 @@ _MAX_HEADER_BYTES = 100_000_000
 _LENGTH_BYTES = 8
 _METADATA = "__metadata__"
 _SHARDING = "DCP_SHARDING_INFO"
-_COPY_AGAIN = "Copy the file here again, or use another step"
 
 # Names that an older torch lacks are left out. F6_E2M3 and F6_E3M2 no torch has.
 _DTYPES: dict[str, torch.dtype] = {
@@ -154,7 +153,7 @@ class _Reader:
                 file=self.files.folder / self.file,
                 expected=f"at most {_MAX_HEADER_BYTES:,} bytes",
                 found=f"a length of {length:,}",
-                fix=_COPY_AGAIN,
+                fix=COPY_AGAIN,
             )
         self.header_bytes = _LENGTH_BYTES + length
         if self.num_bytes < self.header_bytes:
@@ -226,11 +225,11 @@ class _Reader:
 
     def truncated(self, expected: str) -> SourceError:
         file, found = self.files.folder / self.file, f"{max(self.num_bytes, 0):,}"
-        return SourceError("a truncated safetensors file", file=file, expected=expected, found=found, fix=_COPY_AGAIN)
+        return SourceError("a truncated safetensors file", file=file, expected=expected, found=found, fix=COPY_AGAIN)
 
     def error(self, found: object, name: str | None = None) -> SourceError:
         file = self.files.folder / self.file
-        return SourceError("a damaged safetensors header", name=name, file=file, found=found, fix=_COPY_AGAIN)
+        return SourceError("a damaged safetensors header", name=name, file=file, found=found, fix=COPY_AGAIN)
 
 
 def _are_texts(names: Iterable[str]) -> bool:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from operator import lt
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,7 +17,7 @@ from ..errors import SourceError
 from ..memory import bytes_of
 from ..spec import Box, Sharding, TensorSpec
 from ..steps import Extent
-from ..table import summary
+from ..table import counted, summary
 from .archive import ByteFiles, Place, Strided, read_rows, row_extent
 
 if TYPE_CHECKING:  # it needs torch.distributed, which reading does not
@@ -61,11 +61,20 @@ class StoredTensor:
     chunks: tuple[Chunk, ...]
 
 
+class OpenFiles(Protocol):
+    """Files that a source opens as it reads them."""
+
+    def close(self) -> None:
+        """Close them all."""
+        ...
+
+
 class StoredSource:
     """A source whose tensors lie on disk, so that every rank can read all of them. Reads nothing before it is asked.
 
     Args:
         folder: The folder that is read.
+        files: Its files.
         tensors: The tensors by the names under which they are exported.
         locate: Finds the elements of a tensor's block in a place.
         ranks: The global ranks that export together.
@@ -83,6 +92,7 @@ class StoredSource:
     def __init__(
         self,
         folder: Path,
+        files: OpenFiles,
         tensors: Mapping[str, StoredTensor],
         locate: Callable[[StoredTensor, Box, Place], Located],
         *,
@@ -91,6 +101,7 @@ class StoredSource:
         device: torch.device | None,
     ) -> None:
         self.folder: Path | None = folder
+        self._files = files
         self.ranks, self.rank = ranks, rank
         self.device = device or torch.device("cpu")
         self.groups: Groups = {}
@@ -98,13 +109,13 @@ class StoredSource:
         self._locate = locate
         self._put(tensors)
 
-    def describe(self, *parts: str, prefix: str = "") -> str:
-        """Return one line: what was found, how much, below which prefix, and how much else there is."""
-        found = [*filter(None, parts), summary(self.specs)]
+    def describe(self, *parts: str, prefix: str = "", remark: str = "") -> str:
+        """Return one line: what was found, how much, a remark, below which prefix, and how much else there is."""
+        found = [*filter(None, (*parts, summary(self.specs), remark))]
         if prefix:
             found.append(f"below {prefix.removesuffix('.')!r}")
         if self.skipped:
-            found.append(f"{len(self.skipped):,} other {'entry' if len(self.skipped) == 1 else 'entries'} left out")
+            found.append(f"{counted(len(self.skipped), 'other entry', 'other entries')} left out")
         return ", ".join(found)
 
     def rename(self, names: Mapping[str, str]) -> None:
@@ -128,7 +139,8 @@ class StoredSource:
         """Do nothing: what was saved does not change."""
 
     def close(self) -> None:
-        """Close the files, if the source has any open."""
+        """Close the files. They open again when they are read again."""
+        self._files.close()
 
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Read rows of a tensor into new memory on the source's device; see `Source.rows`."""

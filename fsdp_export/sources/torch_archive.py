@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from ..errors import SourceError
+from ..errors import COPY_AGAIN, SourceError
 from .archive import ByteFiles, Place, Strided
 from .tensor_pickle import TensorView, read_tensor
 
@@ -28,7 +28,6 @@ _EXTRA = struct.Struct("<HH")
 # What torch wrote before 1.6, and still does if asked: pickles one after another, the first of which is this number.
 _OLD_FORMAT = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _ZIP_ERRORS = (zipfile.BadZipFile, struct.error, ArithmeticError, EOFError, LookupError, RuntimeError, ValueError)
-_COPY_AGAIN = "Copy the file here again, or use another step"
 _WRITE_ANEW = "Write it anew: torch.save(torch.load(file, weights_only=True), file)"
 
 
@@ -119,7 +118,7 @@ class Archive:
         if info is None:
             raise self._error("a damaged archive", f"no member {self._root}{name}")
         if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-            fix = _WRITE_ANEW if self.name is None else _COPY_AGAIN
+            fix = _WRITE_ANEW if self.name is None else COPY_AGAIN
             raise self._error("a compressed archive", info.filename, fix=fix)
         if not 0 <= info.header_offset <= self.place.length - _HEADER.size - info.file_size:
             raise self._error("a damaged archive", f"{info.filename} outside of it")
@@ -136,7 +135,7 @@ class Archive:
             raise self._error("a damaged archive", f"another checksum of {info.filename}")
         return data
 
-    def _error(self, what: str, found: object = None, *, fix: str = _COPY_AGAIN) -> SourceError:
+    def _error(self, what: str, found: object = None, *, fix: str = COPY_AGAIN) -> SourceError:
         if self.name is not None:
             what = f"{what} at byte {self.place.offset:,}"
         file = self.files.folder / self.place.file
@@ -200,7 +199,7 @@ def _are_records(extra: bytes) -> bool:
 
 def _no_member(files: ByteFiles, file: str, header: int) -> SourceError:
     found = f"no member at byte {header:,}"
-    return SourceError("a damaged archive", file=files.folder / file, found=found, fix=_COPY_AGAIN)
+    return SourceError("a damaged archive", file=files.folder / file, found=found, fix=COPY_AGAIN)
 
 
 class _Window(io.RawIOBase):

@@ -13,7 +13,6 @@ import torch
 from ..errors import NotFoundError, SourceError, UsageError, listing
 from ..paths import is_file, is_folder
 from ..spec import Box
-from ..table import summary
 from .archive import DataFiles
 from .dcp_model import find_model
 from .dtensor_pickle import DTensor, Meshes, sharding_of
@@ -75,49 +74,40 @@ class TorchFileSource(StoredSource):
         device: torch.device | None = None,
     ) -> None:
         file = path / _choose(path) if is_folder(path) else path
-        self._files = DataFiles(file.parent)
-        holders = self._open_indexed(file) if _INDEX.fullmatch(file.name) else self._open(file)
+        files = DataFiles(file.parent)
+        holders = (_open_indexed if _INDEX.fullmatch(file.name) else _open)(files, file)
         entries = _Entries(file, list(holders), {key: state.paths[key] for key, state in holders.items()})
         states = list(dict.fromkeys(holders.values()))
         keys = [key for state in states for key in (*state.paths, *state.others)]
         model = find_model(entries, prefix, of_lightning=_LIGHTNING in keys)
         tensors = {name: _stored(holders[key], key) for name, key in model.keys.items()}
-        super().__init__(file.parent, tensors, locator(self._files), ranks=ranks, rank=rank, device=device)
+        super().__init__(file.parent, files, tensors, locator(files), ranks=ranks, rank=rank, device=device)
         exported = set(model.keys.values())
         self.skipped = tuple(key for key in keys if key not in exported)
-        self.description = self._describe(file, model.prefix, len(states))
+        num_files = f"{len(states):,} files" if len(states) > 1 else ""
+        self.description = self.describe(f"state dict {file.name}", num_files, prefix=model.prefix)
 
-    def close(self) -> None:
-        """Close the files. They open again when they are read again."""
-        self._files.close()
 
-    def _open(self, file: Path) -> dict[str, StateFile]:
-        """Return the only file that there is for every key in it."""
-        state = StateFile(self._files, file.name)
-        return dict.fromkeys(state.paths, state)
+def _open(files: DataFiles, file: Path) -> dict[str, StateFile]:
+    """Return the only file that there is for every key in it."""
+    state = StateFile(files, file.name)
+    return dict.fromkeys(state.paths, state)
 
-    def _open_indexed(self, index_file: Path) -> dict[str, StateFile]:
-        """Return for every key of an index the file that has it."""
-        index = read_index(index_file)
-        names = sorted(set(index.values()))
-        missing = [name for name in names if not is_file(index_file.parent / name)]
-        if missing:
-            found = f"{len(names) - len(missing):,} of {len(names):,} files, without {listing(missing)}"
-            raise SourceError("missing files", file=index_file, found=found, fix="Copy the others here")
-        states = {name: StateFile(self._files, name) for name in names}
-        absent = [key for key, name in index.items() if key not in states[name].paths]
-        if absent:
-            fix = "The files are of different saves; use another checkpoint"
-            raise SourceError("tensors that are not in the files", file=index_file, found=listing(absent), fix=fix)
-        return {key: states[name] for key, name in index.items()}
 
-    def _describe(self, file: Path, prefix: str, num_files: int) -> str:
-        parts = [f"state dict {file.name}", f"{num_files:,} files" if num_files > 1 else "", summary(self.specs)]
-        if prefix:
-            parts.append(f"below {prefix.removesuffix('.')!r}")
-        if self.skipped:
-            parts.append(f"{len(self.skipped):,} other {'entry' if len(self.skipped) == 1 else 'entries'} left out")
-        return ", ".join(filter(None, parts))
+def _open_indexed(files: DataFiles, index_file: Path) -> dict[str, StateFile]:
+    """Return for every key of an index the file that has it."""
+    index = read_index(index_file)
+    names = sorted(set(index.values()))
+    missing = [name for name in names if not is_file(index_file.parent / name)]
+    if missing:
+        found = f"{len(names) - len(missing):,} of {len(names):,} files, without {listing(missing)}"
+        raise SourceError("missing files", file=index_file, found=found, fix="Copy the others here")
+    states = {name: StateFile(files, name) for name in names}
+    absent = [key for key, name in index.items() if key not in states[name].paths]
+    if absent:
+        fix = "The files are of different saves; use another checkpoint"
+        raise SourceError("tensors that are not in the files", file=index_file, found=listing(absent), fix=fix)
+    return {key: states[name] for key, name in index.items()}
 
 
 def recognizes(file_names: Collection[str]) -> bool:

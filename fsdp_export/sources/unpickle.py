@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, NoReturn, TypeGuard
 
-from ..errors import SourceError, UnsafeInputError
+from ..errors import COPY_AGAIN, SourceError, UnsafeInputError
 
 __all__ = ["Call", "Kind", "Names", "Record", "Refusal", "is_count", "is_counts", "unpickle"]
 
@@ -100,8 +100,7 @@ def unpickle(
     except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
         cause = error if isinstance(error, ValueError) else type(error).__name__
         found = f"{cause} before byte {machine.position:,}"
-        fix = "Copy the file here again, or use another step"
-        raise SourceError("a damaged pickle", name=name, file=file, found=found, fix=fix) from error
+        raise SourceError("a damaged pickle", name=name, file=file, found=found, fix=COPY_AGAIN) from error
 
 
 def is_count(value: object) -> TypeGuard[int]:

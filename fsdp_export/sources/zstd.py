@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import IO, Any, cast
 
-from ..errors import SourceError
+from ..errors import COPY_AGAIN, SourceError
 from .archive import ByteFiles, Place
 
 __all__ = ["DESCRIPTOR", "Unpacked", "unpack"]
@@ -79,9 +79,8 @@ def unpack(files: ByteFiles, place: Place, max_bytes: int, name: str) -> tuple[U
         while len(data) <= max_bytes and (piece := stream.read(_PIECE_BYTES)):
             data += piece
     except (EOFError, OSError, ValueError, module.ZstdError) as error:
-        fix = "Copy the file here again, or use another step"
         what = f"a damaged zstd stream at byte {place.offset:,}"
-        raise SourceError(what, name=name, file=file, found=error, fix=fix) from error
+        raise SourceError(what, name=name, file=file, found=error, fix=COPY_AGAIN) from error
     if len(data) > max_bytes:
         raise SourceError(
             f"a zstd stream larger than its tensor at byte {place.offset:,}",
