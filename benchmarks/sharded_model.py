@@ -1,7 +1,9 @@
-"""The model that is timed: a Qwen2 with tensors of realistic sizes, sharded before it has memory."""
+"""The models that are timed: of realistic sizes, sharded before they have memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -11,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["config_of", "sharded", "sharded_on_meta"]
+__all__ = ["SIZES", "config_of", "sharded", "sharded_on_meta"]
 
 _LARGE = 4_000_000_000
 
@@ -28,18 +30,42 @@ def config_of(gigabytes: float, dtype: torch.dtype) -> transformers.Qwen2Config:
     hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
     in_layer = 2.3 * hidden * hidden + 3 * hidden * inner
     layers = max(round((num_parameters - 2 * sizes["vocab_size"] * hidden) / in_layer), 1)
+    return _dense(num_hidden_layers=layers, dtype=dtype, **sizes, **heads)
+
+
+def _dense(**sizes: Any) -> transformers.Qwen2Config:
     return transformers.Qwen2Config(
-        **sizes,
-        **heads,
-        num_hidden_layers=layers,
-        tie_word_embeddings=False,
-        architectures=["Qwen2ForCausalLM"],
-        dtype=dtype,
+        **{"tie_word_embeddings": False, "architectures": ["Qwen2ForCausalLM"], "dtype": torch.bfloat16, **sizes}
     )
 
 
+def _moe(**sizes: Any) -> transformers.Qwen3MoeConfig:
+    return transformers.Qwen3MoeConfig(
+        num_experts_per_tok=8,
+        decoder_sparse_step=1,
+        tie_word_embeddings=False,
+        architectures=["Qwen3MoeForCausalLM"],
+        dtype=torch.bfloat16,
+        **sizes,
+    )
+
+
+_SMALL = {"hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14, "num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 128, "moe_intermediate_size": 768, "num_attention_heads": 32, "num_key_value_heads": 4}
+_FEW = {"num_experts": 32, "moe_intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 2}
+
+SIZES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
+    "dense-7b": partial(config_of, 15.2, torch.bfloat16),
+    "dense-0.5b": partial(_dense, vocab_size=151936, num_hidden_layers=24, **_SMALL),
+    "moe": partial(_moe, vocab_size=151936, hidden_size=2048, num_hidden_layers=8, **_EXPERTS),
+    "dense-tiny": partial(_dense, vocab_size=8000, num_hidden_layers=8, **_SMALL),
+    "moe-tiny": partial(_moe, vocab_size=8000, hidden_size=512, num_hidden_layers=4, **_FEW),
+}
+"""Configs by name: a 7B, a 0.5B, eight layers of a 30B with 128 experts, and two for the CPU."""
+
+
 def sharded(
-    config: transformers.Qwen2Config, mesh: DeviceMesh, device: str, policy: OffloadPolicy | None = None
+    config: transformers.PreTrainedConfig, mesh: DeviceMesh, device: str, policy: OffloadPolicy | None = None
 ) -> nn.Module:
     """Make the model, in its config's dtype, with random weights in the shards, which lie on `device`."""
     model = sharded_on_meta(config, mesh, policy)
@@ -51,12 +77,13 @@ def sharded(
 
 
 def sharded_on_meta(
-    config: transformers.Qwen2Config, mesh: DeviceMesh, policy: OffloadPolicy | None = None
+    config: transformers.PreTrainedConfig, mesh: DeviceMesh, policy: OffloadPolicy | None = None
 ) -> nn.Module:
     """Make the model without memory, sharded with FSDP2."""
     policy = policy or OffloadPolicy()
+    kind = getattr(transformers, (config.architectures or [""])[0])
     with torch.device("meta"):
-        model = transformers.Qwen2ForCausalLM(config)
+        model = kind(config)
     cast("nn.Module", model).to(cast("torch.dtype", config.dtype))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy)

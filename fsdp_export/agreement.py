@@ -59,7 +59,7 @@ def check_copies(plan: Plan, source: Source, operation: Operation) -> None:
     Raises:
         DisagreementError: A parameter differs. Buffers that differ (the statistics of a BatchNorm, say) are logged.
     """
-    planned = {spec for step in plan.steps for spec in step.inputs}
+    planned = {spec for step in plan.steps for spec in step.inputs} if source.copies else set()
     copies = [spec for spec in source.copies if spec in planned]
     if not copies:
         return

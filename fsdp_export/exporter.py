@@ -23,6 +23,7 @@ from .conversion.transformers import HubConversion, convert_live
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
+from .memory import without_collection
 from .names import select
 from .plan import Plan
 from .sidecars.collect import Sidecars, from_model, has_config
@@ -113,6 +114,7 @@ class Exporter:
         return LiveSource(self._model, state_dict=self._state_dict, aliases=aliases, device=self._device)
 
     @cached_property
+    @without_collection()
     def plan(self) -> Plan:
         """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered.
 

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,6 @@ Groups = Mapping[tuple[Mesh, int], dist.ProcessGroup]
 
 # Below this many bytes a collective costs more than the copies in and out of a shared one (measured, NVLink and gloo).
 _SMALL_BYTES = 4 << 20
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Gather:
 
     def __init__(self, blocks: Sequence[Block], groups: Groups, rank: int) -> None:
         self.outputs = [block.local if block.spec.num_bytes else block.empty() for block in blocks]
-        self._stages: list[_Stage] = []
+        self._stages: list[_Single | _Packed] = []
         for round_ in range(max((len(block.spec.sharding.cuts) for block in blocks), default=0)):
             parts: dict[tuple[Mesh, int], list[_Part]] = {}
             for index, block in enumerate(blocks):
@@ -97,84 +95,120 @@ class Gather:
         del self._scratch
 
     def _add_stages(self, parts: list[_Part], group: dist.ProcessGroup) -> None:
-        """Send large parts each by itself, small ones together."""
-        batches = [[part] for part in parts if part.slot_bytes >= _SMALL_BYTES]
-        room = 0
+        """Send large parts each by itself, small ones together; those of equal blocks of whole rows apart."""
         for part in parts:
-            if 0 < part.slot_bytes < _SMALL_BYTES:
-                if part.slot_bytes > room:
-                    batches.append([])
-                    room = _SMALL_BYTES
-                batches[-1].append(part)
-                room -= part.slot_bytes
-        self._stages += [_Stage(batch, group) for batch in batches]
+            if part.slot_bytes >= _SMALL_BYTES:
+                self._stages.append(_Single(part, group))
+        for is_even in (True, False):
+            small = [part for part in parts if part.is_even == is_even and 0 < part.slot_bytes < _SMALL_BYTES]
+            self._stages += [_Packed(batch, group) for batch in _batches(small)]
         for part in parts:
             self.outputs[part.index] = part.output
 
 
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    batch: list[_Part] = []
+    room = _SMALL_BYTES
+    for part in parts:
+        if part.slot_bytes > room:
+            yield batch
+            batch, room = [], _SMALL_BYTES
+        batch.append(part)
+        room -= part.slot_bytes
+    if batch:
+        yield batch
+
+
 class _Part:
-    """One tensor on its way through one all-gather: `tensor` is one of the blocks, which have `sizes` along `dim`."""
+    """One tensor on its way through one all-gather.
 
-    def __init__(self, index: int, tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> None:
-        self.index, self.tensor, self.dim, self.sizes = index, tensor, dim, sizes
-        self.output = tensor.new_empty(self.shape(sum(sizes)))
+    Attributes:
+        index: Its place in the bucket.
+        tensor: This rank's block.
+        sizes: Sizes of the blocks of all ranks in the dim that is gathered.
+        output: The blocks of all ranks, side by side in that dim.
+        is_even: Whether all blocks are equal and their bytes lie one after the other in the output.
+        num_outer: How many runs of bytes a block has: the product of the dims before the one that is gathered.
+        row_bytes: Bytes of such a run for each of `sizes`.
+        slot_bytes: Bytes that every rank sends: those of the largest block.
+    """
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes that every rank sends: those of the largest block."""
-        return math.prod(self.byte_shape(max(self.sizes)))
-
-    def shape(self, size: int) -> list[int]:
-        """Return the shape of a block with this size along `dim`."""
-        shape = list(self.tensor.shape)
-        shape[self.dim] = size
-        return shape
-
-    def byte_shape(self, size: int) -> list[int]:
-        """Return the same shape in bytes, which are counted in the last dim."""
-        *outer, last = self.shape(size)
-        return [*outer, last * self.tensor.element_size()]
+    def __init__(self, index: int, tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> None:
+        shape = tensor.shape
+        self.index, self.tensor, self.sizes = index, tensor, sizes
+        self.output = tensor.new_empty((*shape[:dim], sum(sizes), *shape[dim + 1 :]))
+        largest = max(sizes)
+        self.is_even = dim == 0 and min(sizes) == largest
+        self.num_outer = math.prod(shape[:dim])
+        self.row_bytes = math.prod(shape[dim + 1 :]) * tensor.element_size()
+        self.slot_bytes = self.num_outer * largest * self.row_bytes
 
 
-class _Stage:
-    """One collective inside one mesh axis.
+class _Single:
+    """One collective for one large part.
 
-    Equal blocks of whole rows are gathered to where they belong, and a large block that one rank alone has is sent from
-    there; others go through scratch memory, which the stages of a bucket share.
+    Equal blocks of whole rows are gathered to where they belong, and a block that one rank alone has is sent from
+    there; others go through scratch memory.
+    """
+
+    def __init__(self, part: _Part, group: dist.ProcessGroup) -> None:
+        holders = [position for position, size in enumerate(part.sizes) if size]
+        self._part, self._group = part, group
+        self._sender = holders[0] if len(holders) == 1 else None
+        self._packed = None if part.is_even or self._sender is not None else _Packed([part], group)
+        self.scratch_bytes = self._packed.scratch_bytes if self._packed is not None else 0
+
+    def run(self, scratch: torch.Tensor) -> None:
+        part = self._part
+        if self._packed is not None:
+            self._packed.run(scratch)
+        elif self._sender is None:
+            all_gather_into(bytes_of(part.output), bytes_of(part.tensor), self._group)
+        else:
+            if part.tensor.numel():
+                part.output.copy_(part.tensor)
+            dist.broadcast(bytes_of(part.output), group=self._group, group_src=self._sender)
+
+
+class _Packed:
+    """One collective for parts whose blocks are laid one after the other into scratch memory.
+
+    A few kernels do it for all parts, since to start one takes longer than to copy a small tensor.
     """
 
     def __init__(self, parts: list[_Part], group: dist.ProcessGroup) -> None:
         self._parts, self._group = parts, group
-        first = parts[0]
-        holders = [position for position, size in enumerate(first.sizes) if size]
-        self._sender = holders[0] if len(parts) == len(holders) == 1 and first.slot_bytes >= _SMALL_BYTES else None
-        self._is_direct = len(parts) == 1 and first.dim == 0 and min(first.sizes) == max(first.sizes)
-        self._begins = [0, *accumulate(-(-part.slot_bytes // _ALIGNMENT) * _ALIGNMENT for part in parts)]
-        needs_none = self._is_direct or self._sender is not None
-        self.scratch_bytes = 0 if needs_none else (1 + len(first.sizes)) * self._begins[-1]
+        self._num_ranks = len(parts[0].sizes)
+        self._sent_bytes = sum(part.slot_bytes for part in parts)
+        self.scratch_bytes = (1 + self._num_ranks) * self._sent_bytes
 
     def run(self, scratch: torch.Tensor) -> None:
-        if self._is_direct:
-            all_gather_into(bytes_of(self._parts[0].output), bytes_of(self._parts[0].tensor), self._group)
+        sent, received = scratch[: self._sent_bytes], scratch[self._sent_bytes : self.scratch_bytes]
+        torch.cat(list(self._blocks(received)), out=sent)
+        all_gather_into(received, sent, self._group)
+        slots = received.view(self._num_ranks, self._sent_bytes)
+        if self._parts[0].is_even:
+            outputs = [bytes_of(part.output).view(self._num_ranks, part.slot_bytes) for part in self._parts]
+            torch.split_with_sizes_copy(slots, [part.slot_bytes for part in self._parts], dim=1, out=outputs)
             return
-        if self._sender is not None:
-            output = self._parts[0].output
-            if self._parts[0].tensor.numel():
-                output.copy_(self._parts[0].tensor)
-            dist.broadcast(bytes_of(output), group=self._group, group_src=self._sender)
-            return
-        sent, slots = scratch[: self._begins[-1]], scratch[self._begins[-1] : self.scratch_bytes]
-        for part, begin in zip(self._parts, self._begins, strict=False):
-            own = bytes_of(part.tensor)
-            sent[begin : begin + own.numel()].copy_(own)
-        all_gather_into(slots, sent, self._group)
-        for part, begin in zip(self._parts, self._begins, strict=False):
-            shapes = [part.byte_shape(size) for size in part.sizes]
+        begin = 0
+        for part in self._parts:
+            own = slots[:, begin : begin + part.slot_bytes]
             blocks = [
-                slot[begin : begin + math.prod(shape)].view(shape)
-                for slot, shape in zip(slots.view(len(shapes), -1), shapes, strict=True)
+                slot[: part.num_outer * size * part.row_bytes].view(part.num_outer, size * part.row_bytes)
+                for slot, size in zip(own, part.sizes, strict=True)
             ]
-            torch.cat(blocks, dim=part.dim, out=part.output.view(torch.uint8))
+            output = bytes_of(part.output).view(part.num_outer, sum(part.sizes) * part.row_bytes)
+            torch.cat(blocks, dim=1, out=output)
+            begin += part.slot_bytes
+
+    def _blocks(self, filler: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the bytes of this rank's blocks, each as long as the largest of any rank."""
+        for part in self._parts:
+            block = bytes_of(part.tensor)
+            yield block
+            if block.numel() < part.slot_bytes:
+                yield filler[: part.slot_bytes - block.numel()]
 
 
 @functools.lru_cache(maxsize=4096)

@@ -30,7 +30,7 @@ def strip_wrappers(name: str, ddp_modules: Iterable[str] = ()) -> str:
 
 
 def _without_segments(name: str) -> str:
-    if "_" not in name:
+    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
         return name
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 

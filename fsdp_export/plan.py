@@ -15,7 +15,7 @@ from functools import cached_property
 from .errors import PlanError
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .names import check_unique
-from .spec import Box, Sharding, TensorInfo
+from .spec import Box, Mesh, Sharding, TensorInfo
 from .steps import Rows, Step, Window
 from .table import plan_table
 
@@ -23,6 +23,8 @@ __all__ = ["Plan", "share_out"]
 
 _Holders = tuple[tuple[Rows, tuple[int, ...]], ...]
 """Disjoint ranges of units, and the ranks that hold what these need."""
+_Layout = tuple[Sharding, tuple[int, ...]]
+"""How an input lies on the ranks, and its shape."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Plan:
         """One line per step; equal on all ranks, or the export is refused."""
         return list(map(_line, self.steps))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """A hash of everything that must be equal on all ranks."""
         return _digest("\n".join(self.lines))
@@ -84,7 +86,7 @@ class Plan:
     @cached_property
     def gathered_steps(self) -> tuple[Step, ...]:
         """Steps with rows that no rank holds whole."""
-        return tuple(step for step in self.steps if not _is_local(step))
+        return tuple(step for step in self.steps if not _is_local(_needs(step)))
 
     def local_windows(self, rank: int) -> list[Window]:
         """Return the units that a rank delivers from what it holds, so that all local units are delivered once.
@@ -93,10 +95,10 @@ class Plan:
         """
         held: dict[tuple[int, ...], list[tuple[int, Window]]] = {}
         for position, step in enumerate(self.steps):
-            if _is_local(step):
-                for rows, ranks in _unit_holders(step):
-                    if rank in ranks:
-                        held.setdefault(ranks, []).append((position, Window(step, (rows,))))
+            needs = _needs(step)
+            if _is_local(needs):
+                for rows, ranks in _held_by(needs, rank):
+                    held.setdefault(ranks, []).append((position, Window(step, (rows,))))
         mine = []
         for ranks, items in held.items():
             windows = [window for _, window in items]
@@ -104,6 +106,24 @@ class Plan:
                 position, window = items[index]
                 mine.append((position, Window(window.step, tuple(rows for _, rows in window.part(begin, end)))))
         return [window for _, window in sorted(mine, key=lambda item: (item[0], item[1].blocks))]
+
+    def buckets(self, max_bytes: int, *, whole: bool, held: bool) -> list[list[Window]]:
+        """Return what to gather one after the other; made once.
+
+        Args:
+            max_bytes: As for `windows`, and so is `whole`.
+            whole: Whether every output must stay in one piece.
+            held: Whether what single ranks hold whole is gathered as well.
+        """
+        key = (max_bytes, whole, held)
+        if key not in self._buckets:
+            steps = self.steps if held else self.gathered_steps
+            self._buckets[key] = self.windows(steps, max_bytes, whole=whole)
+        return self._buckets[key]
+
+    @cached_property
+    def _buckets(self) -> dict[tuple[int, bool, bool], list[list[Window]]]:
+        return {}
 
     def windows(self, steps: Iterable[Step], max_bytes: int, *, whole: bool) -> list[list[Window]]:
         """Cut steps into buckets to gather one after the other.
@@ -136,33 +156,55 @@ def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tupl
         For each window that lies in the part: its index, and its first unit and the one after the last, counted from
         the begin of the window.
     """
-    total = sum(window.num_bytes for window in windows)
+    sizes = [window.num_bytes for window in windows]
+    first, last = (sum(sizes) * cut // parts for cut in (part, part + 1))
     position = 0
-    for index, window in enumerate(windows):
-        begin, end = (_units_before(total * cut // parts - position, window) for cut in (part, part + 1))
-        if window.num_bytes == 0 or any(spec.is_buffer for spec in window.step.inputs):
-            begin, end = 0, window.num_units if part == 0 else 0
+    for index, (window, num_bytes) in enumerate(zip(windows, sizes, strict=True)):
+        num_units = window.num_units
+        if num_bytes == 0 or any(spec.is_buffer for spec in window.step.inputs):
+            begin, end = 0, num_units if part == 0 else 0
+        else:
+            begin, end = (min(max(cut - position, 0) * num_units // num_bytes, num_units) for cut in (first, last))
         if begin < end:
             yield index, begin, end
-        position += window.num_bytes
+        position += num_bytes
 
 
-def _units_before(cut: int, window: Window) -> int:
-    """Return how many units of a window lie before a cut, given in bytes from the begin of the window."""
-    num_units = window.num_units
-    return min(max(cut, 0) * num_units // window.num_bytes, num_units) if window.num_bytes else 0
+@dataclass(frozen=True, slots=True)
+class _Needs:
+    """What decides which units of a step a rank holds; the same for many steps."""
+
+    num_units: int
+    by_unit: tuple[_Layout, ...]
+    whole: tuple[_Layout, ...]
 
 
-def _unit_holders(step: Step) -> _Holders:
+def _needs(step: Step) -> _Needs:
+    by_unit = tuple((spec.sharding, spec.shape) for spec in step.by_unit)
+    return _Needs(step.num_units, by_unit, tuple((spec.sharding, spec.shape) for spec in step.whole))
+
+
+@functools.lru_cache(maxsize=4096)
+def _unit_holders(needs: _Needs) -> _Holders:
     """Return ranges of units, and the ranks that hold all that these need of every input."""
-    units: _Holders = (((0, step.num_units), step.inputs[0].sharding.mesh.ranks),)
-    for spec in step.by_unit:
-        units = _both(_row_holders(spec.sharding, spec.shape), units)
-    for spec in step.whole:
-        everything = Box.whole(spec.shape)
-        holders = next((ranks for box, ranks in spec.sharding.holders(spec.shape) if box == everything), ())
-        units = _both(units, (((0, step.num_units), holders),))
+    everything = (0, needs.num_units)
+    units: _Holders = ((everything, (needs.by_unit + needs.whole)[0][0].mesh.ranks),)
+    for sharding, shape in needs.by_unit:
+        units = _both(_row_holders(sharding, shape), units)
+    for sharding, shape in needs.whole:
+        holders = next((ranks for box, ranks in sharding.holders(shape) if box == Box.whole(shape)), ())
+        units = _both(units, ((everything, holders),))
     return units
+
+
+@functools.lru_cache(maxsize=4096)
+def _held_by(needs: _Needs, rank: int) -> _Holders:
+    return tuple((rows, ranks) for rows, ranks in _unit_holders(needs) if rank in ranks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_local(needs: _Needs) -> bool:
+    return sum(stop - first for (first, stop), _ in _unit_holders(needs)) == needs.num_units
 
 
 def _both(some: _Holders, others: _Holders) -> _Holders:
@@ -171,8 +213,9 @@ def _both(some: _Holders, others: _Holders) -> _Holders:
         ((max(low, first), min(high, stop)), tuple(rank for rank in ranks if rank in holders))
         for (low, high), ranks in some
         for (first, stop), holders in others
+        if max(low, first) < min(high, stop)
     )
-    return tuple((rows, ranks) for rows, ranks in overlaps if rows[0] < rows[1] and ranks)
+    return tuple((rows, ranks) for rows, ranks in overlaps if ranks)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -185,24 +228,19 @@ def _row_holders(sharding: Sharding, shape: tuple[int, ...]) -> _Holders:
     )
 
 
-def _is_local(step: Step) -> bool:
-    return sum(stop - first for (first, stop), _ in _unit_holders(step)) == step.num_units
-
-
 def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
     """Cut a step into windows that take an equal number of units from every block of dim 0.
 
     Where not even one of each fits, as of the experts of a large model on many ranks, blocks are cut one by one.
     """
-    if not step.by_unit:
+    if not step.by_unit or 0 < step.num_units * step.unit_bytes <= max_bytes:
         yield Window(step, ((0, step.num_units),))
         return
     spec = step.by_unit[0]
     blocks = sorted({box.rows for box, _ in spec.sharding.holders(spec.shape) if box.rows[0] < box.rows[1]})
-    longest = max((stop - first for first, stop in blocks), default=0)
-    fitting = max_bytes // step.unit_bytes if step.unit_bytes else longest * len(blocks)
+    fitting = max_bytes // step.unit_bytes if step.unit_bytes else step.num_units
     groups = [blocks] if fitting >= len(blocks) else [[block] for block in blocks]
-    rows = max(fitting // len(groups[0]), 1) if groups and groups[0] else 1
+    rows = max(fitting // max(len(groups[0]), 1), 1) if groups else 1
     for group in groups:
         for begin in range(0, max((stop - first for first, stop in group), default=0), rows):
             parts = ((first + begin, min(first + begin + rows, stop)) for first, stop in group)
@@ -212,7 +250,7 @@ def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
 def _line(step: Step) -> str:
     inputs = (
         f"{spec.name} {list(spec.shape)} {spec.dtype}{' whole' if spec in step.whole else ''} buffer={spec.is_buffer}"
-        f" mesh={spec.sharding.mesh.shape} ranks={_digest(str(spec.sharding.mesh.ranks))} cuts={spec.sharding.cuts}"
+        f" mesh={spec.sharding.mesh.shape} ranks={_digest_of(spec.sharding.mesh)} cuts={spec.sharding.cuts}"
         for spec in step.inputs
     )
     everything = (0, step.num_units)
@@ -223,6 +261,11 @@ def _line(step: Step) -> str:
     }
     outputs = (f"{info.name} {list(info.shape)} {info.dtype}{rows_of.get(info.name, '')}" for info in step.outputs)
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
+
+
+@functools.lru_cache(maxsize=64)
+def _digest_of(mesh: Mesh) -> str:
+    return _digest(str(mesh.ranks))
 
 
 def _digest(text: str) -> str:

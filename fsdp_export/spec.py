@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
@@ -54,15 +54,17 @@ class Mesh:
 
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
+    _hash: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.ranks, self.shape)))
+
+    def __hash__(self) -> int:
+        return self._hash  # asked for several times for each of 100,000 tensors, on thousands of ranks
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return where on the mesh a global rank stands."""
-        index = self.ranks.index(rank)
-        coordinate = []
-        for size in reversed(self.shape):
-            index, position = divmod(index, size)
-            coordinate.append(position)
-        return tuple(reversed(coordinate))
+        return _coordinate(self, rank)
 
     def along(self, axes: Sequence[int], rank: int) -> Mesh:
         """Return the part of the mesh that a global rank shares with those that differ from it in these axes only."""
@@ -153,11 +155,26 @@ class Sharding:
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return the block of a tensor of this shape that a global rank holds."""
-        return self.box_at(shape, self.mesh.coordinate(rank))
+        return _box(self, tuple(shape), rank)
 
     def holders(self, shape: Sequence[int]) -> tuple[tuple[Box, tuple[int, ...]], ...]:
         """Return every distinct block, in the order of the tensor, with the global ranks that hold it."""
         return _holders(self, tuple(shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _coordinate(mesh: Mesh, rank: int) -> tuple[int, ...]:
+    index = mesh.ranks.index(rank)
+    coordinate = []
+    for size in reversed(mesh.shape):
+        index, position = divmod(index, size)
+        coordinate.append(position)
+    return tuple(reversed(coordinate))
+
+
+@functools.lru_cache(maxsize=4096)
+def _box(sharding: Sharding, shape: tuple[int, ...], rank: int) -> Box:
+    return sharding.box_at(shape, sharding.mesh.coordinate(rank))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -122,6 +122,8 @@ class Step:
         parts: Where every output is rows of the only input, or the same of each: which. Else empty.
         is_unitwise: Whether every output needs no more than one unit, so that it comes whole with that.
         merged: Inputs that are merged into others, and are no parameters of what is delivered.
+        unit_bytes: Bytes that a unit needs for itself, as they are gathered.
+        whole_bytes: Bytes that every unit needs, as they are gathered.
     """
 
     by_unit: tuple[TensorSpec, ...]
@@ -133,6 +135,14 @@ class Step:
     parts: tuple[Part, ...] = ()
     is_unitwise: bool = False
     merged: tuple[TensorSpec, ...] = ()
+    unit_bytes: int = field(init=False)
+    whole_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        unit_bytes = sum(self._gathered_bytes(spec, spec.row_bytes) for spec in self.by_unit)
+        object.__setattr__(self, "unit_bytes", unit_bytes)
+        whole_bytes = sum(self._gathered_bytes(spec, spec.num_bytes) for spec in self.whole)
+        object.__setattr__(self, "whole_bytes", whole_bytes)
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -150,22 +160,12 @@ class Step:
         are_rows = bool(self.parts) and all(part.inner is None for part in self.parts)
         return are_rows and self.outputs[0].dtype == self.by_unit[0].dtype
 
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes that a unit needs for itself, as they are gathered."""
-        return sum(spec.row_bytes * self._gathered_itemsize(spec) // spec.dtype.itemsize for spec in self.by_unit)
-
-    @property
-    def whole_bytes(self) -> int:
-        """Bytes that every unit needs, as they are gathered."""
-        return sum(spec.num_bytes * self._gathered_itemsize(spec) // spec.dtype.itemsize for spec in self.whole)
-
     def rows_of(self, spec: TensorSpec, blocks: tuple[Rows, ...]) -> tuple[Rows, ...]:
         """Return which rows of an input ranges of units need."""
         return blocks if spec in self.by_unit else ((0, spec.num_rows),)
 
-    def _gathered_itemsize(self, spec: TensorSpec) -> int:
-        return (self.read_dtype or spec.dtype).itemsize
+    def _gathered_bytes(self, spec: TensorSpec, num_bytes: int) -> int:
+        return num_bytes * (self.read_dtype or spec.dtype).itemsize // spec.dtype.itemsize
 
 
 def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None) -> Step:
@@ -190,9 +190,13 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
     """
     outputs = tuple(part.info for part in parts)
     dtype = outputs[0].dtype
+    is_copy = len(parts) == 1 and parts[0] == Part(outputs[0], (0, spec.num_rows)) and outputs[0].shape == spec.shape
 
     def convert(inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
         rows = inputs[0]
+        if is_copy:
+            yield Piece(outputs[0], first_unit, rows.to(dtype).contiguous())
+            return
         for part in parts:
             inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
             if inside is not None:

@@ -155,9 +155,8 @@ def walk(
         return
     if not gather_all:
         _deliver_held(plan, source, sink, deliver)
-    steps = plan.steps if gather_all else plan.gathered_steps
     position = plan.ranks.index(source.rank)
-    for bucket in _gathered(plan.windows(steps, bucket_bytes, whole=False), source, operation):
+    for bucket in _gathered(plan.buckets(bucket_bytes, whole=False, held=gather_all), source, operation):
         for piece in bucket.part(position, len(plan.ranks)):
             deliver(piece)
             del piece
@@ -176,7 +175,7 @@ def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_byt
     Collective: every rank of the plan must drain this. A tensor lives on while the consumer holds it; at most two
     buckets are held here.
     """
-    for bucket in _gathered(plan.windows(plan.steps, bucket_bytes, whole=True), source, operation):
+    for bucket in _gathered(plan.buckets(bucket_bytes, whole=True, held=True), source, operation):
         yield from bucket.pieces()
         del bucket
 

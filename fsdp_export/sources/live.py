@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,8 +38,9 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         SourceError: The module holds FSDP1 modules, whose state dict is a flat shard or a gather.
         PlanError: Two names become one when the segments of wrappers leave them.
     """
-    for name, module in model.named_modules():
-        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(module).__mro__):
+    for kind in {type(module) for module in model.modules()}:
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in kind.__mro__):
+            name = next(name for name, module in model.named_modules() if type(module) is kind)
             fix = "Wrap the model with fully_shard (FSDP2) instead"
             raise SourceError("an FSDP1 module, whose shards are flat", name=name or type(model).__name__, fix=fix)
     ddp_modules = _ddp_modules(model)
@@ -71,8 +74,9 @@ def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
 
 
 def _largest_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:
-    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
-    return max(meshes, key=lambda mesh: mesh.mesh.numel(), default=None)
+    # By identity: to compare or to measure a mesh takes longer than all else that is done for a tensor.
+    meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    return max(meshes.values(), key=lambda mesh: mesh.mesh.numel(), default=None)
 
 
 def _ddp_modules(model: nn.Module) -> list[str]:
@@ -82,11 +86,21 @@ def _ddp_modules(model: nn.Module) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor: how it lies on the ranks, the block this rank holds, and whether nothing keeps its copies equal."""
+    """A tensor as it was read last: how it lies on the ranks, and whether nothing keeps its copies equal."""
 
     spec: TensorSpec
-    local: torch.Tensor
     is_copy: bool
+    value: weakref.ref[torch.Tensor]
+    placements: object
+
+    def is_of(self, value: torch.Tensor, local: torch.Tensor) -> bool:
+        """Tell whether a tensor is still the one that was read, and lies as it did."""
+        return (
+            self.value() is value
+            and self.spec.dtype == local.dtype
+            and self.spec.shape == value.shape
+            and self.placements is getattr(value, "placements", None)
+        )
 
 
 class LiveSource:
@@ -127,17 +141,20 @@ class LiveSource:
         self._groups: dict[tuple[Mesh, int], dist.ProcessGroup] = {}
         self.groups: Groups = self._groups
         self.ranks, self.rank = find_ranks(model)
+        self._replicated = Sharding.replicated(self.ranks)
+        self._shardings: dict[tuple[int, object], tuple[DeviceMesh, Sharding, bool]] = {}
         self._entries: dict[str, _Entry] = {}
-        entries = self._read()
-        self.specs = tuple(entry.spec for entry in entries.values())
-        self.copies = tuple(entry.spec for entry in entries.values() if entry.is_copy)
+        self._locals: dict[str, torch.Tensor] = {}
+        devices = [local.device for _, local in self._read()]
+        self.specs = tuple(entry.spec for entry in self._entries.values())
+        self.copies = tuple(entry.spec for entry in self._entries.values() if entry.is_copy)
         others = [
             name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, torch.Tensor)
         ]
         if others:
             _log.warning("not tensors, and not exported: %s", listing(others))
         device_mesh = self._device_mesh
-        self.device = device or _device(device_mesh, entries)
+        self.device = device or _device(device_mesh, devices)
         where = "whole" if device_mesh is None else f"on {device_mesh.device_type} mesh {self._on_mesh(device_mesh)[0]}"
         name = type(model).__name__.removeprefix("FSDP")
         self.description = f"live {name}, {len(self.specs):,} tensors, {where}"
@@ -148,20 +165,21 @@ class LiveSource:
         Raises:
             SourceError: Names, shapes, dtypes, shardings or ties are not those that were planned.
         """
-        entries = self._read()
-        changed = {entry.spec for entry in entries.values()} ^ set(self.specs)
+        locals_ = dict(self._read())
+        specs = tuple(entry.spec for entry in self._entries.values())
+        changed = set(specs) ^ set(self.specs) if specs != self.specs else None
         if changed:
             names = listing({spec.name for spec in changed})
             raise SourceError(f"the module is not the one that was planned: {names} changed", fix="Make a new Exporter")
-        self._entries = entries
+        self._locals = locals_
 
     def close(self) -> None:
         """Forget the module's memory, which may be freed now: training often moves it away between two walks."""
-        self._entries = {}
+        self._locals = {}
 
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Return rows of this rank's block, without copying; see `Source.rows`."""
-        local = self._entries[spec.name].local
+        local = self._locals[spec.name]
         if not spec.shape:
             return local
         begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
@@ -170,7 +188,8 @@ class LiveSource:
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
         """Return None: rows are in memory."""
 
-    def _read(self) -> dict[str, _Entry]:
+    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield this rank's block of every tensor, and make `_entries` anew, from the earlier ones where they hold."""
         own = named_tensors(self._model)
         self._device_mesh = _largest_mesh(own.values())
         for alias, name in self._aliases.items():
@@ -179,7 +198,15 @@ class LiveSource:
                 raise SourceError(what, fix="Make a new Exporter")
         values = own if self._values is None else self._replaced(own, self._values)
         buffers = {name for name, value in own.items() if not isinstance(value, nn.Parameter)}
-        return {name: self._entry(name, value, is_buffer=name in buffers) for name, value in values.items()}
+        earlier, self._entries = self._entries, {}
+        with torch.no_grad():
+            for name, value in values.items():
+                local = _local(name, value)
+                entry = earlier.get(name)
+                if entry is None or not entry.is_of(value, local):
+                    entry = self._entry(name, value, local.dtype, is_buffer=name in buffers)
+                self._entries[name] = entry
+                yield name, self._checked(entry.spec, local)
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
@@ -199,30 +226,35 @@ class LiveSource:
             _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
         return {name: _replacement(name, tensor, given.get(name)) for name, tensor in own.items()}
 
-    def _entry(self, name: str, value: torch.Tensor, *, is_buffer: bool) -> _Entry:
-        if is_lazy(value):
-            raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
-        with torch.no_grad():
-            local = (value.to_local() if isinstance(value, DTensor) else value).detach()
-        _check_readable(name, local)
-        local = local.resolve_conj().resolve_neg()
-        sharding = Sharding.replicated(self.ranks)
-        is_copy = len(self.ranks) > 1
+    def _entry(self, name: str, value: torch.Tensor, dtype: torch.dtype, *, is_buffer: bool) -> _Entry:
+        sharding, is_copy, placements = self._replicated, len(self.ranks) > 1, None
         if isinstance(value, DTensor):
-            mesh, axes = self._on_mesh(value.device_mesh, name)
-            placements = dict(zip(axes, value.placements, strict=True))
-            everywhere = [placements.get(axis, Replicate()) for axis in range(len(mesh.shape))]
+            placements = value.placements
+            sharding, is_copy = self._sharding(value.device_mesh, placements, name)
+        spec = TensorSpec(name, tuple(value.shape), dtype, sharding, is_buffer)
+        return _Entry(spec, is_copy, weakref.ref(value), placements)
+
+    def _sharding(self, device_mesh: DeviceMesh, placements: Sequence[Any], name: str) -> tuple[Sharding, bool]:
+        """Return how tensors on a mesh lie on the ranks, and whether only some of its axes are theirs."""
+        key = id(device_mesh), placements
+        if key not in self._shardings:
+            mesh, axes = self._on_mesh(device_mesh, name)
+            own = dict(zip(axes, placements, strict=True))
+            everywhere = [own.get(axis, Replicate()) for axis in range(len(mesh.shape))]
             sharding = Sharding.from_placements(mesh, everywhere, name)
-            is_copy = len(axes) < len(mesh.shape)
-        spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, is_buffer)
-        box = sharding.box(spec.shape, self.rank)
+            # The mesh is kept with it, or another one could get its id.
+            self._shardings[key] = device_mesh, sharding, len(axes) < len(mesh.shape)
+        return self._shardings[key][1:]
+
+    def _checked(self, spec: TensorSpec, local: torch.Tensor) -> torch.Tensor:
+        box = spec.sharding.box(spec.shape, self.rank)
         if spec.num_bytes == 0:  # of these FSDP2 keeps a shard of another shape
-            local = local.new_empty(box.shape)
-        if box.shape != tuple(local.shape):
+            return local.new_empty(box.shape)
+        if box.shape != local.shape:
             raise SourceError(
-                "a local tensor of another shape", name=name, expected=box.shape, found=tuple(local.shape)
+                "a local tensor of another shape", name=spec.name, expected=box.shape, found=tuple(local.shape)
             )
-        return _Entry(spec, local, is_copy)
+        return local
 
     def _on_mesh(self, device_mesh: DeviceMesh, name: str | None = None) -> tuple[Mesh, tuple[int, ...]]:
         """Return a mesh of all ranks, and which of its axes are those of a device mesh.
@@ -291,7 +323,11 @@ def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
     return value
 
 
-def _check_readable(name: str, local: torch.Tensor) -> None:
+def _local(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's block of a tensor, which is in the module's memory. Call it under `no_grad`."""
+    if is_lazy(value):
+        raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
+    local = (value.to_local() if isinstance(value, DTensor) else value).detach()
     if local.is_meta:
         raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
     if type(local) is not torch.Tensor:
@@ -299,12 +335,12 @@ def _check_readable(name: str, local: torch.Tensor) -> None:
         raise SourceError("a tensor subclass", name=name, found=type(local).__name__, fix=fix)
     if local.layout != torch.strided or local.is_quantized:
         raise SourceError("a layout that cannot be exported", name=name, expected="strided", found=local.layout)
+    return local.resolve_conj().resolve_neg()
 
 
-def _device(device_mesh: DeviceMesh | None, entries: Mapping[str, _Entry]) -> torch.device:
+def _device(device_mesh: DeviceMesh | None, devices: Iterable[torch.device]) -> torch.device:
     if device_mesh is not None and device_mesh.device_type == "cpu":
         return torch.device("cpu")
     if device_mesh is not None:
         return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
-    devices = (entry.local.device for entry in entries.values())
     return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
