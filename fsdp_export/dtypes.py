@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ _NAMES = {
 _CAST = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
 # Weights are packed into fp8, fp4 and integers of up to 32 bits; indices and counters have 64.
 _UNPACKED_BYTES = 8
+_MOST_WORDS = 4
 _SCALES = frozenset({"absmax", "scale", "scales", "zeros"})
 
 
@@ -102,19 +103,25 @@ def scales_of_packed(tensors: Iterable[TensorInfo]) -> frozenset[str]:
     They go on from the name of a packed one (`weight_scale_inv`, `weight.absmax`), or say what they are (`scales`).
     """
     tensors = list(tensors)
-    packed: dict[str, list[str]] = {}
+    packed = {
+        tensor.name
+        for tensor in tensors
+        if tensor.dtype.itemsize < _UNPACKED_BYTES and tensor.dtype not in {*_CAST, torch.bool}
+    }
+    modules, found = {name.rpartition(".")[0] for name in packed}, []
     for tensor in tensors:
-        if tensor.dtype.itemsize < _UNPACKED_BYTES and tensor.dtype not in {*_CAST, torch.bool}:
-            packed.setdefault(tensor.name.rpartition(".")[0], []).append(tensor.name)
-    found = []
-    for tensor in tensors if packed else ():
         module, _, last = tensor.name.rpartition(".")
-        goes_on = any(tensor.name.startswith(f"{name}_") for name in packed.get(module, ()))
-        is_below = module in packed.get(module.rpartition(".")[0], ())
-        says_so = module in packed and not _SCALES.isdisjoint(last.split("_"))
-        if tensor.dtype in _CAST and (goes_on or is_below or says_so):
+        words = last.split("_")
+        goes_on = module in modules and any(tensor.name.removesuffix(end) in packed for end in _ends(words))
+        says_so = module in modules and not _SCALES.isdisjoint(words)
+        if tensor.dtype in _CAST and (goes_on or says_so or module in packed):
             found.append(tensor.name)
     return frozenset(found)
+
+
+def _ends(words: Sequence[str]) -> list[str]:
+    """Return how a name ends that goes on from a shorter one, by a few words: of a_b_c, _c and _b_c."""
+    return [f"_{'_'.join(words[index:])}" for index in range(max(1, len(words) - _MOST_WORDS), len(words))]
 
 
 def model_dtype(outputs: Iterable[TensorInfo], casts: Casts) -> tuple[torch.dtype | None, bool]:
