@@ -6,6 +6,7 @@ inputs, and all of others.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -104,6 +105,15 @@ class Part:
         is_there = low < high or low == high == self.rows[0] == self.rows[1]
         return (low - self.rows[0], (low, high)) if is_there else None
 
+    def of_row(self, rows: torch.Tensor, row: int) -> torch.Tensor:
+        """Return this output as it lies in one row of a contiguous tensor, without copying."""
+        shape = self.info.shape
+        if self.inner is None:
+            return rows[row].view(shape)
+        offset, strides = self.inner
+        strides = (0,) * (len(shape) - len(strides)) + strides
+        return rows.as_strided(shape, strides, int(rows.storage_offset()) + row * rows.stride(0) + offset)
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -197,6 +207,12 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
         if is_copy:
             yield Piece(outputs[0], first_unit, rows.to(dtype).contiguous())
             return
+        if is_unitwise and rows.dim():
+            rows = rows.contiguous()
+            for unit in range(first_unit, first_unit + rows.shape[0]):
+                for part in by_unit[unit]:
+                    yield Piece(part.info, 0, part.of_row(rows, unit - first_unit).to(dtype).contiguous())
+            return
         for part in parts:
             inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
             if inside is not None:
@@ -206,6 +222,9 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
 
     narrows = dtype.itemsize < spec.dtype.itemsize
     is_unitwise = all(stop - first == 1 for first, stop in (part.rows for part in parts))
+    by_unit: dict[int, list[Part]] = defaultdict(list)
+    for part in parts if is_unitwise else ():
+        by_unit[part.rows[0]].append(part)
     read_dtype = dtype if narrows else None
     return Step((spec,), outputs, spec.num_rows, read_dtype, convert, parts=parts, is_unitwise=is_unitwise)
 

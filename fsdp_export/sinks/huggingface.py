@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..dtypes import model_dtype
 from ..errors import UsageError
 from ..layout import FileLayout, lay_out, split_into_files
 from ..plan import Plan
@@ -178,9 +179,9 @@ class HuggingFaceSink(FileSink):
     def begin(self, plan: Plan) -> str:
         """Decide on the sidecars, then as `FileSink.begin`."""
         if self._find_sidecars is not None:
-            dtypes = (output.dtype for output in plan.outputs if output.dtype.is_floating_point)
+            dtype, is_uniform = model_dtype(plan.outputs, plan.casts)
             tied = False if plan.untied else plan.are_tied_by_hand or None
-            self._sidecars = fit_config(self._find_sidecars(), dtype=next(dtypes, None), tied=tied)
+            self._sidecars = fit_config(self._find_sidecars(), dtype=dtype, is_uniform=is_uniform, tied=tied)
         return super().begin(plan)
 
     def write_extras(self, staging: Path, plan: Plan) -> list[str]:
