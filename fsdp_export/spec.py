@@ -98,10 +98,15 @@ class Sharding:
     Attributes:
         mesh: The ranks. Axes that no cut names hold replicas.
         cuts: Pairs (dim, mesh axis) in the order in which the tensor is cut.
+        is_replicated: Whether every rank holds the whole tensor.
     """
 
     mesh: Mesh
     cuts: tuple[tuple[int, int], ...] = ()
+    is_replicated: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "is_replicated", all(self.mesh.shape[axis] == 1 for _, axis in self.cuts))
 
     @classmethod
     def replicated(cls, ranks: Sequence[int]) -> Sharding:
@@ -136,11 +141,6 @@ class Sharding:
                 )
             _insert_axis(orders.setdefault(dim, []), axis, mesh, getattr(placement, "split_factor", 1), name)
         return cls(mesh, tuple((dim, axis) for dim in sorted(orders) for axis in orders[dim]))
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank holds the whole tensor."""
-        return all(self.mesh.shape[axis] == 1 for _, axis in self.cuts)
 
     def box_at(self, shape: Sequence[int], coordinate: Sequence[int]) -> Box:
         """Return the block of a tensor of this shape at a mesh coordinate."""

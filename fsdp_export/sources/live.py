@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
-from ..spec import Mesh, Sharding, TensorSpec
+from ..spec import Box, Mesh, Sharding, TensorSpec
 
 __all__ = ["LiveSource", "find_ranks", "named_tensors"]
 
@@ -91,15 +91,15 @@ class _Entry:
     spec: TensorSpec
     is_copy: bool
     value: weakref.ref[torch.Tensor]
-    placements: object
+    local_shape: tuple[int, ...]
 
     def is_of(self, value: torch.Tensor, local: torch.Tensor) -> bool:
-        """Tell whether a tensor is still the one that was read, and lies as it did."""
+        """Tell whether a tensor is still the one that was read, and has the same block here."""
         return (
             self.value() is value
             and self.spec.dtype == local.dtype
             and self.spec.shape == value.shape
-            and self.placements is getattr(value, "placements", None)
+            and self.local_shape == local.shape
         )
 
 
@@ -182,7 +182,7 @@ class LiveSource:
         local = self._locals[spec.name]
         if not spec.shape:
             return local
-        begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
+        begin = self._box(spec).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
 
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
@@ -204,9 +204,10 @@ class LiveSource:
                 local = _local(name, value)
                 entry = earlier.get(name)
                 if entry is None or not entry.is_of(value, local):
-                    entry = self._entry(name, value, local.dtype, is_buffer=name in buffers)
+                    entry = self._entry(name, value, local, is_buffer=name in buffers)
                 self._entries[name] = entry
-                yield name, self._checked(entry.spec, local)
+                # Of a tensor without bytes FSDP2 keeps a shard of another shape.
+                yield name, local if entry.spec.num_bytes else local.new_empty(self._box(entry.spec).shape)
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
@@ -226,13 +227,18 @@ class LiveSource:
             _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
         return {name: _replacement(name, tensor, given.get(name)) for name, tensor in own.items()}
 
-    def _entry(self, name: str, value: torch.Tensor, dtype: torch.dtype, *, is_buffer: bool) -> _Entry:
-        sharding, is_copy, placements = self._replicated, len(self.ranks) > 1, None
+    def _entry(self, name: str, value: torch.Tensor, local: torch.Tensor, *, is_buffer: bool) -> _Entry:
+        sharding, is_copy = self._replicated, len(self.ranks) > 1
         if isinstance(value, DTensor):
-            placements = value.placements
-            sharding, is_copy = self._sharding(value.device_mesh, placements, name)
-        spec = TensorSpec(name, tuple(value.shape), dtype, sharding, is_buffer)
-        return _Entry(spec, is_copy, weakref.ref(value), placements)
+            sharding, is_copy = self._sharding(value.device_mesh, value.placements, name)
+        spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, is_buffer)
+        expected, found = self._box(spec).shape, tuple(local.shape)
+        if spec.num_bytes and expected != found:
+            raise SourceError("a local tensor of another shape", name=name, expected=expected, found=found)
+        return _Entry(spec, is_copy, weakref.ref(value), found)
+
+    def _box(self, spec: TensorSpec) -> Box:
+        return spec.sharding.box(spec.shape, self.rank)
 
     def _sharding(self, device_mesh: DeviceMesh, placements: Sequence[Any], name: str) -> tuple[Sharding, bool]:
         """Return how tensors on a mesh lie on the ranks, and whether only some of its axes are theirs."""
@@ -245,16 +251,6 @@ class LiveSource:
             # The mesh is kept with it, or another one could get its id.
             self._shardings[key] = device_mesh, sharding, len(axes) < len(mesh.shape)
         return self._shardings[key][1:]
-
-    def _checked(self, spec: TensorSpec, local: torch.Tensor) -> torch.Tensor:
-        box = spec.sharding.box(spec.shape, self.rank)
-        if spec.num_bytes == 0:  # of these FSDP2 keeps a shard of another shape
-            return local.new_empty(box.shape)
-        if box.shape != local.shape:
-            raise SourceError(
-                "a local tensor of another shape", name=spec.name, expected=box.shape, found=tuple(local.shape)
-            )
-        return local
 
     def _on_mesh(self, device_mesh: DeviceMesh, name: str | None = None) -> tuple[Mesh, tuple[int, ...]]:
         """Return a mesh of all ranks, and which of its axes are those of a device mesh.
