@@ -85,7 +85,7 @@ class OpenedCheckpoint:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance=self._provenance(),
+            provenance=self._provenance,
             is_lora=self.is_lora,
         )
         started = time.perf_counter()

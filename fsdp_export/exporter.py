@@ -257,7 +257,7 @@ class Exporter:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance=self.provenance(),
+            provenance=self.provenance,
             is_lora=self.lora_view is not None and self.lora_view.kind == "adapter",
         )
         started = time.perf_counter()

@@ -51,7 +51,7 @@ class FileSink(Sink):
     Args:
         folder: Where the files appear, all at once, when the export is complete.
         lay_out_files: Maps a plan to its files; called on every rank, with the same result.
-        provenance: What the export was made from, for the record beside the files.
+        provenance: Tells what the export was made from, for the record beside the files; called on the first rank.
         overwrite: Whether weights that we did not write may be replaced.
         fsync: Whether to wait until the disk has the bytes.
 
@@ -70,7 +70,7 @@ class FileSink(Sink):
         folder: Path,
         *,
         lay_out_files: Callable[[Plan], list[FileLayout]] = single_file,
-        provenance: Mapping[str, object] | None = None,
+        provenance: Callable[[], Mapping[str, object]] = dict,
         overwrite: bool = False,
         fsync: bool = True,
     ) -> None:
@@ -79,7 +79,7 @@ class FileSink(Sink):
         self.removed: list[str] = []
         self.written: dict[str, int] = {}
         self.fsync = fsync
-        self._lay_out_files, self._provenance = lay_out_files, dict(provenance or {})
+        self._lay_out_files, self._provenance = lay_out_files, provenance
         self._overwrite = overwrite
         self._plan: Plan | None = None
         self._publication: Publication | None = None
@@ -202,7 +202,7 @@ class FileSink(Sink):
                 sizes[name] = (staging / name).stat().st_size
         tied = {"tied": dict(self._plan.aliases)} if self._plan.aliases else {}
         files = {name: {"bytes": sizes[name], **facts[name]} for name in facts}
-        write_text(staging / MARKER, render({**self._provenance, **tied}, files))
+        write_text(staging / MARKER, render({**self._provenance(), **tied}, files))
         self.removed = self._publication.publish([*facts, MARKER])
         self.written = sizes
         self._publication = None

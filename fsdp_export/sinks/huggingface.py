@@ -125,7 +125,7 @@ def folder_sink(
     max_shard_size: int | str,
     overwrite: bool,
     fsync: bool,
-    provenance: Mapping[str, object] | None = None,
+    provenance: Callable[[], Mapping[str, object]],
     is_lora: bool = False,
 ) -> HuggingFaceSink:
     """Return the sink of a format.
@@ -140,7 +140,7 @@ def folder_sink(
         max_shard_size: Bytes per file of it.
         overwrite: Whether weights that no export recorded are replaced.
         fsync: Whether to wait until the disk has the bytes.
-        provenance: What the record of the export says of the source.
+        provenance: Tells what the export was made from; called on the first rank.
         is_lora: Whether the tensors are an adapter.
 
     Raises:
@@ -177,7 +177,7 @@ class HuggingFaceSink(FileSink):
         sidecars: Callable[[], Sidecars] | None,
         overwrite: bool,
         fsync: bool,
-        provenance: Mapping[str, object] | None,
+        provenance: Callable[[], Mapping[str, object]],
         kind: str = "",
     ) -> None:
         super().__init__(folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync)
