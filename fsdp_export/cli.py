@@ -69,7 +69,10 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
         return int(value) if value.isdecimal() else value
 
 
-_OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "trust_remote_code", "lora", "device")
+_OPENING = (
+    *("base_model", "prefix", "dtype", "keep_dtype", "include", "exclude"),
+    *("adapter", "trust_remote_code", "lora", "device"),
+)
 
 
 @click.command(
@@ -96,6 +99,9 @@ _OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "t
     show_default=True,
     metavar="DTYPE",
     help="keep, bfloat16, float16, float32, or auto: the config's dtype for tensors that are wider.",
+)
+@click.option(
+    "--keep-dtype", multiple=True, metavar="PATTERN", help="Do not cast these: whole segments of a name, or a glob."
 )
 @click.option("--max-shard-size", type=_Size(), metavar="SIZE", help="Bytes per file, decimal.  [default: 5GB]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Export only these: whole segments, or a glob.")
@@ -296,6 +302,8 @@ def _check_combination(given: Mapping[str, str], options: Mapping[str, Any]) -> 
         _refuse(given, idle, "--dry-run")
     if options["format_"] == "safetensors":
         _refuse(given, {"max_shard_size", "smoke_test"}, "--format safetensors")
+    if options["dtype"] == "keep":
+        _refuse(given, {"keep_dtype"}, "--dtype keep")
     if options["out"] is None and not options["dry_run"]:
         fix = "Give --out DIR; or --dry-run to see what would be written, or --demo --out DIR to try it"
         raise UsageError("no folder to write to", fix=fix)

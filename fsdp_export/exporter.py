@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property, partial
 from os import PathLike
@@ -17,13 +17,15 @@ from .agreement import agree_on_plan, check_copies
 from .conversion.adapter import adapter_name, conversion_of
 from .conversion.aliases import unsaved_names
 from .conversion.cut import Conversion
+from .conversion.full_precision import live_in_fp32
 from .conversion.lora_view import LoraView
 from .conversion.peft_module import PeftModule, find_peft
 from .conversion.transformers import HubConversion, convert_live
-from .dtypes import DtypePolicy
+from .dtype_notes import dtype_notes, live_dtypes
+from .dtypes import Casts, DtypePolicy, scales_of_packed
 from .errors import UsageError
 from .fence import Fence, Operation
-from .names import select
+from .names import matching, select
 from .plan import Plan
 from .provenance import provenance
 from .sidecars.lora import live_lora_sidecars
@@ -33,7 +35,7 @@ from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
 from .sources.live import LiveSource, find_ranks
-from .spec import TensorSpec
+from .spec import TensorInfo, TensorSpec
 from .steps import copy_step
 from .ties import LiveTies, equal_ties, live_ties
 from .walk import Delivered, gathered_pieces, run
@@ -54,8 +56,10 @@ class Exporter:
         model: The module (FSDP2, DDP or plain), or a `Source`.
         state_dict: Other values under the module's names, for example an EMA: DTensors, or local tensors of the
             shapes of the module's own local tensors. A missing or misshapen one is an error.
-        dtype: What floating tensors are cast to: `"keep"`, a torch dtype or its name.
-        include: Patterns of names to export; see `fsdp_export.names.select`.
+        dtype: What floating tensors are cast to: `"keep"`, a torch dtype or its name. Parameters that a class of
+            transformers keeps in float32 are not cast to half of it.
+        keep_dtype: Patterns of names of the checkpoint whose tensors are not cast at all.
+        include: Patterns of names to export; see `fsdp_export.names.matching`.
         exclude: Patterns of names to leave out.
         adapter: Turns the module's names and tensors into those of the checkpoint: an object with
             `to_hf(state_dict)` or `convert_single_tensor_to_hf(name, tensor)`, such as torchtitan's. It must not look
@@ -66,6 +70,7 @@ class Exporter:
             have; `"auto"` is `"merge"`. For a `Source`: a `LoraView`. Without effect on other models.
         aliases: For a `Source`: names to leave out, and the name that stands for each.
         untied: For a `Source`: names that count as tied but are exported since their values differ.
+        in_fp32: For a `Source`: names of the checkpoint whose tensors are not cast to half of float32.
         device: Where tensors are gathered; default: this rank's device of the mesh.
         bucket_bytes: Bytes gathered at a time; at most two buckets are alive. Default: 512 MiB, 32 MiB on the CPU.
         timeout: Seconds to wait for a rank that does not call.
@@ -80,12 +85,14 @@ class Exporter:
         *,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         dtype: str | torch.dtype | DtypePolicy = "keep",
+        keep_dtype: Sequence[str] = (),
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         adapter: Any = None,
         lora: str | LoraView = "auto",
         aliases: Mapping[str, str] | None = None,
         untied: Sequence[str] = (),
+        in_fp32: Collection[str] = (),
         device: torch.device | str | None = None,
         bucket_bytes: int | None = None,
         timeout: float = 600.0,
@@ -98,9 +105,11 @@ class Exporter:
             raise UsageError("no such choice for LoRA", expected="auto, merge, adapter or keep", found=lora)
         self._model, self._state_dict, self._lora = model, state_dict, lora
         self._dtype = DtypePolicy.parse(dtype)
-        self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
+        self._include, self._exclude, self._keep_dtype = (
+            (patterns,) if isinstance(patterns, str) else tuple(patterns) for patterns in (include, exclude, keep_dtype)
+        )
         self._equal: dict[str, str] = {}  # of ties that are broken, those whose values were equal when last looked at
-        self._adapter, self._given_aliases, self._untied = adapter, aliases, tuple(untied)
+        self._adapter, self._given_aliases, self._untied, self._in_fp32 = adapter, aliases, tuple(untied), in_fp32
         self._device = torch.device(device) if device is not None else None
         self._bucket_bytes = bucket_bytes
         ranks, rank = find_ranks(model) if isinstance(model, nn.Module) else (model.ranks, model.rank)
@@ -127,10 +136,11 @@ class Exporter:
         kept = [name for name in available if name not in given]
         self.num_available = len(kept)
         names, self.pattern_hits = select(kept, self._include, self._exclude)
+        casts = self._casts([self.conversion.output(name) if self.conversion else specs[name] for name in kept])
         if self.conversion is not None:
-            steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)
+            steps = self.conversion.steps(frozenset(names), casts.cast_of)
         else:
-            steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
+            steps = [copy_step(specs[name], casts.cast_of(specs[name])) for name in names]
         if self.lora_view is not None:
             steps = [self.lora_view.on_source(step) for step in steps]
         blocks = self.conversion.blocks if self.conversion is not None else {}
@@ -143,6 +153,7 @@ class Exporter:
             are_tied_by_hand=self._ties.are_undeclared,
             names=tuple(names),
             blocks=blocks,
+            casts=casts,
         )
 
     @cached_property
@@ -274,12 +285,18 @@ class Exporter:
             lora=self.lora_view.kind if self.lora_view is not None else kept,
             include=self._include,
             exclude=self._exclude,
+            keep_dtype=self._keep_dtype,
         )
 
     def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
         if self._peft is not None and self._lora == "adapter":
             return partial(live_lora_sidecars, self._peft.config, self._described, tokenizer=tokenizer)
-        return partial(from_model, self._described, tokenizer=tokenizer)
+        return partial(self._model_sidecars, tokenizer)
+
+    def _model_sidecars(self, tokenizer: object | None) -> Sidecars:
+        sidecars = from_model(self._described, tokenizer=tokenizer)
+        sidecars.warnings += dtype_notes(self.plan, live_dtypes(self._described, sidecars.config))
+        return sidecars
 
     @property
     def bucket_bytes(self) -> int:
@@ -326,6 +343,16 @@ class Exporter:
     def _aliases(self) -> dict[str, str]:
         """Names to leave out: of a live module in its own names, with ties that are broken but were found equal."""
         return {**(self._given_aliases or {}), **self._ties.aliases, **self._equal}
+
+    def _casts(self, available: Sequence[TensorInfo]) -> Casts:
+        names = [tensor.name for tensor in available]
+        hits = matching(names, self._keep_dtype)
+        self.pattern_hits |= {pattern: len(matched) for pattern, matched in hits.items()}
+        kept = scales_of_packed(available).union(*hits.values())
+        in_fp32 = frozenset(self._in_fp32)
+        if isinstance(self._model, nn.Module) and (self._peft is None or self._is_merged):
+            in_fp32 = live_in_fp32(self._model, self._peft, names, self.conversion, self._dtype.target)
+        return Casts(self._dtype, kept, in_fp32)
 
     def _renamed(self, name: str) -> str:
         conversion = self.conversion if isinstance(self._model, nn.Module) else None

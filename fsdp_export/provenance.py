@@ -25,8 +25,7 @@ def provenance(
     dtype: DtypePolicy,
     conversion: Conversion | None,
     lora: str | None,
-    include: Sequence[str],
-    exclude: Sequence[str],
+    **patterns: Sequence[str],
 ) -> dict[str, object]:
     """Return what the record of an export says of its source and of the choices that were made.
 
@@ -35,16 +34,14 @@ def provenance(
         dtype: What floating tensors are cast to.
         conversion: What names and tensors become those of the checkpoint.
         lora: What became of LoRA; None if there is none.
-        include: Patterns of what is exported.
-        exclude: Patterns of what is left out.
+        **patterns: Patterns of names, by the option that has them.
     """
     facts: dict[str, Any] = {
         "source": _source(source),
         "dtype": _dtype(dtype),
         "conversion": _maker(conversion),
         "lora": lora,
-        "include": list(include),
-        "exclude": list(exclude),
+        **{option: list(given) for option, given in patterns.items()},
     }
     return {key: value for key, value in facts.items() if value}
 

@@ -399,6 +399,7 @@ def test_the_base_model_is_not_replaced(run, base):
         ("--dry-run --verify", "--verify", "--dry-run"),
         ("--dry-run --smoke-test x", "--smoke-test", "--dry-run"),
         ("--dry-run -q", "--quiet", "--dry-run"),
+        ("--dtype keep --keep-dtype x", "--keep-dtype", "--dtype keep"),
         ("--format safetensors --max-shard-size 1GB", "--max-shard-size", "--format safetensors"),
         ("--format safetensors --smoke-test x", "--smoke-test", "--format safetensors"),
     ],

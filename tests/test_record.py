@@ -71,7 +71,9 @@ def test_a_record_tells_the_source_the_choices_and_every_files_origin(run: Path,
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         (base / name).rename(base / f"{name}.away")
     try:
-        export_checkpoint(run, out, base_model=base, dtype="bf16", exclude=["*.mlp.*"], max_shard_size=4000)
+        export_checkpoint(
+            run, out, base_model=base, dtype="bf16", keep_dtype=["norm"], exclude=["*.mlp.*"], max_shard_size=4000
+        )
     finally:
         for path in base.glob("*.away"):
             path.rename(path.with_suffix(""))
@@ -87,6 +89,7 @@ def test_a_record_tells_the_source_the_choices_and_every_files_origin(run: Path,
         "source": {"folder": "epoch_1_step_20/model", "epoch": 1, "step": 20},
         "dtype": {"target": "bfloat16"},
         "exclude": ["*.mlp.*"],
+        "keep_dtype": ["norm"],
         "base_model": {"from": "base model", "at": place},
     }
     assert origin_of(out, "config.json") == {"from": "base model", "at": place, "changed": ["torch_dtype"]}

@@ -23,13 +23,19 @@ _DRAFT_SEGMENT = re.compile(r"mtp(_.+)?|nextn(_.+)?")
 
 
 def fit_config(
-    sidecars: Sidecars, *, dtype: torch.dtype | None, tied: bool | None = None, quantized: bool | None = None
+    sidecars: Sidecars,
+    *,
+    dtype: torch.dtype | None,
+    is_uniform: bool = False,
+    tied: bool | None = None,
+    quantized: bool | None = None,
 ) -> Sidecars:
     """Return the sidecars with a config that is true to the weights; only what is not is edited.
 
     Args:
         sidecars: What was decided; left as it is.
-        dtype: The dtype of the first floating tensor in the files; None when there is none.
+        dtype: The dtype of the weights; None when none of them is floating.
+        is_uniform: Whether all parts of the model have it.
         tied: False where weights that the config declares tied are written one by one, since their values differ; True
             where embeddings that it declares not to be are one parameter, which is written once.
         quantized: Whether tensors are packed as `quantization_config` says; False drops it, None leaves it.
@@ -42,7 +48,7 @@ def fit_config(
         return fitted
     edits = dict(sidecars.edits)
     if dtype is not None:
-        edits.update(dtype_edits(config, dtype))
+        edits.update(dtype_edits(config, dtype, everywhere=is_uniform))
     if tied:
         edits.update(tie_edits(config))
         fitted.warnings.append("embeddings are tied that are not in the config: the flag is on")

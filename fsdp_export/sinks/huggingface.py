@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..dtypes import model_dtype
 from ..errors import UsageError
 from ..layout import FileLayout, lay_out, split_into_files
 from ..plan import Plan
@@ -227,10 +228,10 @@ class HuggingFaceSink(FileSink):
 
 def fitted(sidecars: Sidecars, plan: Plan) -> Sidecars:
     """Return sidecars with a config that is true to the tensors of a plan, and with what to know of them."""
-    dtypes = (output.dtype for output in plan.outputs if output.dtype.is_floating_point)
+    dtype, is_uniform = model_dtype(plan.outputs, plan.casts)
     tied = False if plan.untied else plan.are_tied_by_hand or None
     quantized = None if are_packed(plan.outputs) else False
-    fit = fit_config(sidecars, dtype=next(dtypes, None), tied=tied, quantized=quantized)
+    fit = fit_config(sidecars, dtype=dtype, is_uniform=is_uniform, tied=tied, quantized=quantized)
     fit.warnings += undelivered_layers(fit.config or {}, (output.name for output in plan.outputs))
     return fit
 
