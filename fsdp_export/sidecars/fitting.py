@@ -12,7 +12,7 @@ import torch
 
 from ..spec import TensorInfo
 from ..table import counted
-from .config_json import REMOVED, dtype_edits, tie_edits, untie_edits
+from .config_json import REMOVED, added_rope_edits, dtype_edits, tie_edits, untie_edits
 from .sidecar import Sidecars
 
 __all__ = ["are_packed", "fit_config", "is_quantized", "undelivered_layers"]
@@ -58,6 +58,7 @@ def fit_config(
     for path in _quantizations(config) if quantized is False else ():
         edits[path] = REMOVED
         fitted.warnings.append(f"{'.'.join(path)} was dropped: the weights are not quantized")
+    edits.update(added_rope_edits(config))
     fitted.edit_config(edits)
     return fitted
 

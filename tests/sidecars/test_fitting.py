@@ -44,6 +44,15 @@ def test_a_config_is_fitted_to_the_weights_and_to_nothing_else(base: Path) -> No
     assert sidecars.warnings == []
 
 
+def test_a_config_that_transformers_5_wrote_gets_the_angles_that_4_reads(base: Path) -> None:
+    old = {key: value for key, value in json.loads(CONFIG).items() if not key.startswith("rope_")}
+    config = {**old, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    for given, expected in (({}, 5e5), ({"rope_theta": 1e4}, 1e4)):
+        (base / "config.json").write_text(json.dumps({**config, **given}))
+        fitted = json.loads(_texts(fit_config(from_folder(base), dtype=torch.float32))["config.json"])
+        assert fitted == {**config, "rope_theta": expected, "rope_scaling": None}
+
+
 def test_a_config_that_is_true_already_stays_a_copy(base: Path) -> None:
     sidecars = from_folder(base)
     assert fit_config(sidecars, dtype=torch.float32) == sidecars
