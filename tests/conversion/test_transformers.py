@@ -12,11 +12,11 @@ import torch.distributed as dist
 import transformers
 from dcp_folders import save
 from exports import assert_same
-from hub_models import HUB_MODELS, hub_model, logits_of
+from hub_models import HUB_MODELS, hub_model, logits_of, save_as_hub
 from live_bytes import LiveBytes
 from models import compiled
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -275,10 +275,7 @@ def test_the_hub_form_is_what_save_pretrained_writes(tmp_path):
 def test_a_prefix_that_was_taken_off_as_the_model_was_loaded_comes_back(kind, tmp_path):
     """On the hub the towers of many models are called `vision_tower.vision_model`."""
     base = tmp_path / "base"
-    hub_model(kind).save_pretrained(base)
-    tensors = load_file(base / "model.safetensors")
-    added = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors.items()}
-    save_file(added, base / "model.safetensors", metadata={"format": "pt"})
+    save_as_hub(hub_model(kind), base)
     model = type(hub_model(kind)).from_pretrained(base).eval()
     model.save_pretrained(tmp_path / "theirs", max_shard_size="6KB")
     assert any("vision_model" in name for name in index_of(tmp_path / "theirs"))
