@@ -268,22 +268,31 @@ def _stored_pieces(step: Step, units: Rows, source: Source) -> list[StoredPiece]
 
 
 def _gathered(buckets: list[list[Window]], source: Source, operation: Operation) -> Iterator[_Bucket]:
-    """Yield buckets one after the other, with the next one already on its way."""
-    stream = _side_stream(source.device) if source.device.type != "cpu" else None
+    """Yield buckets one after the other, with the next one already on its way.
+
+    On a device shards come from the host on one stream while the bucket before them is gathered on another one.
+    """
+    reads, gathers = _side_streams(source.device) if source.device.type != "cpu" else (None, None)
     ahead: _Bucket | None = None
     for windows in buckets:
-        if stream is not None:
+        if reads is not None and gathers is not None:
             # What training or the consumer has queued comes first; a bucket it still reads is not free yet.
             queued = _current_stream(source.device).record_event()
-            stream.wait_event(queued)
+            reads.wait_event(queued)
+            gathers.wait_event(queued)
             operation.wait(queued.query)
-        with _on(stream):
+        with _on(reads):
             blocks = [block for window in windows for block in _blocks(window, source)]
+        with _on(gathers):
             gather = Gather(blocks, source.groups, source.rank)
         operation.agree()
-        with _on(stream):
+        with _on(gathers):
+            if gathers is not None:
+                gathers.wait_stream(reads)
+                for block in blocks:
+                    block.local.record_stream(gathers)
             gather.launch()
-            current = _Bucket(windows, gather.outputs, _event(stream))
+            current = _Bucket(windows, gather.outputs, _event(gathers))
         del blocks, gather
         if ahead is not None:
             yield ahead.completed(operation)
@@ -299,12 +308,12 @@ def _blocks(window: Window, source: Source) -> Iterator[Block]:
         span = spec.sharding.box(spec.shape, source.rank).rows
         blocks = window.step.rows_of(spec, window.blocks)
         mine = [(max(first, span[0]), min(stop, span[1])) for first, stop in blocks]
-        parts = [source.rows(spec, first, stop) for first, stop in mine if first < stop]
-        local = (torch.cat(parts) if len(parts) > 1 else parts[0]) if parts else source.rows(spec, span[0], span[0])
-        local = _cast(local, window.step.read_dtype)
+        rows = [source.rows(spec, *part) for part in mine if part[0] < part[1]] or [source.rows(spec, span[0], span[0])]
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
-        is_async = source.device.type != "cpu"
-        local = local.to(source.device, non_blocking=is_async, copy=spec.sharding.is_replicated)
+        is_async, copy = source.device.type != "cpu", spec.sharding.is_replicated
+        # Each by itself: what the host puts together or casts is slower to make, and not pinned.
+        rows = [part.to(source.device, non_blocking=is_async, copy=copy) for part in rows]
+        local = _cast(torch.cat(rows) if len(rows) > 1 else rows[0], window.step.read_dtype)
         yield Block(spec, blocks, local.contiguous())
 
 
@@ -313,9 +322,10 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 @functools.cache
-def _side_stream(device: torch.device) -> Any:
-    """Return the one stream of a device for gathers: the allocator keeps the memory of each stream apart."""
-    return torch.get_device_module(device).Stream(device)
+def _side_streams(device: torch.device) -> tuple[Any, Any]:
+    """Return the streams of a device for reads and gathers, always the same: the allocator keeps their memory apart."""
+    module = torch.get_device_module(device)
+    return module.Stream(device), module.Stream(device)
 
 
 def _current_stream(device: torch.device) -> Any:
