@@ -266,17 +266,20 @@ class Exporter:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance={"lora": self.lora_view.kind} if self.lora_view is not None else None,
-            is_lora=self.lora_view is not None and self.lora_view.kind == "adapter",
+            provenance={"lora": "adapter" if self._is_adapter else "merge"} if self._peft is not None else None,
+            is_lora=self._is_adapter,
         )
         started = time.perf_counter()
         self.send(sink, delivered=delivered, gather_all=gather_all)
         return sink.report(self.plan, time.perf_counter() - started)
 
     def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
-        if self._peft is not None and self._lora == "adapter":
-            return partial(live_lora_sidecars, self._peft.config, self._described, tokenizer=tokenizer)
-        return partial(self._model_sidecars, tokenizer)
+        # Made in the operation: what fails there is the error of all ranks.
+        return partial(self._lora_sidecars if self._is_adapter else self._model_sidecars, tokenizer)
+
+    def _lora_sidecars(self, tokenizer: object | None) -> Sidecars:
+        assert self._peft is not None
+        return live_lora_sidecars(self._peft.config, self._described, tokenizer=tokenizer)
 
     def _model_sidecars(self, tokenizer: object | None) -> Sidecars:
         sidecars = from_model(self._described, tokenizer=tokenizer)
@@ -321,8 +324,12 @@ class Exporter:
         return live_ties(self._model, self._peft, self.lora_view)
 
     @property
+    def _is_adapter(self) -> bool:
+        return self._peft is not None and self._lora == "adapter"
+
+    @property
     def _is_merged(self) -> bool:
-        return self.lora_view is not None and self.lora_view.kind == "merge"
+        return self._peft is not None and not self._is_adapter
 
     @property
     def _aliases(self) -> dict[str, str]:
