@@ -1,0 +1,64 @@
+"""Ties that a config declares and a module does not have: compared at every export, piece by piece, by all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from faults import Outcome, outcome_of, the_error
+from models import hf_model
+from ranks import run_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from fsdp_export import Exporter
+from fsdp_export.sources.live import LiveSource
+from fsdp_export.spec import TensorSpec
+
+
+def untied() -> Any:
+    """Return a model whose config says that it is tied, and whose head is a parameter of its own, with equal values."""
+    model: Any = hf_model("gpt2")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_tensors_are_compared_a_chunk_at_a_time(differs, monkeypatch):
+    """On a GPU a comparison makes a copy of what it compares."""
+    model, read, num_bytes = untied(), LiveSource.rows, list[int]()
+    head = model.lm_head.weight
+    if differs:
+        with torch.no_grad():
+            head[-1, -1] += 1
+
+    def rows(source: LiveSource, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
+        num_bytes.append((stop - first) * spec.row_bytes)
+        return read(source, spec, first, stop)
+
+    chunk_bytes = 2 * head[0].nbytes
+    monkeypatch.setattr("fsdp_export.ties.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(LiveSource, "rows", rows)
+    exporter = Exporter(model)
+    next(exporter.tensors())
+    num_chunks = -(-len(head) // 2)
+    assert max(num_bytes[: 2 * num_chunks]) == chunk_bytes
+    assert sum(num_bytes[: 2 * num_chunks]) == 2 * head.nbytes
+    assert ("lm_head.weight" in [info.name for info in exporter.plan.outputs]) is differs
+
+
+def save_with_another_flag_on_one_rank(folder: Path) -> Outcome:
+    model = untied()
+    if dist.get_rank() == 1:
+        model.config.tie_word_embeddings = False
+    return outcome_of(lambda: Exporter(fully_shard(model)).save(folder, fsync=False))
+
+
+def test_ranks_whose_configs_declare_different_ties_are_refused(tmp_path):
+    kind, message = the_error(run_ranks(save_with_another_flag_on_one_rank, 2, tmp_path / "out"))
+    assert kind == "DisagreementError"
+    assert "different tied weights" in message
+    assert "rank 0: {'lm_head.weight': 'transformer.wte.weight'}; rank 1: {}" in message
