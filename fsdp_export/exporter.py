@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
@@ -142,11 +143,10 @@ class Exporter:
         if self.lora_view is not None:
             steps = [self.lora_view.on_source(step) for step in steps]
         blocks = self.conversion.blocks if self.conversion is not None else {}
-        aliases = {self._renamed(alias): self._renamed(kept) for alias, kept in self._aliases.items()}
         return Plan(
             tuple(steps),
             self.source.ranks,
-            tuple(sorted(aliases.items())),
+            self._renamed_aliases(),
             self._untied or tuple(sorted({*self._ties.ended, *self._ties.broken} - self._equal.keys())),
             are_tied_by_hand=self._ties.are_undeclared,
             names=tuple(names),
@@ -334,7 +334,8 @@ class Exporter:
     @property
     def _aliases(self) -> dict[str, str]:
         """Names to leave out: of a live module in its own names, with ties that are broken but were found equal."""
-        return {**(self._given_aliases or {}), **self._ties.aliases, **self._equal}
+        live = {**self._ties.aliases, **self._equal}
+        return {**(self._given_aliases or {}), **{alias: live.get(kept, kept) for alias, kept in live.items()}}
 
     def _casts(self, available: Sequence[TensorInfo]) -> Casts:
         names = [tensor.name for tensor in available]
@@ -346,9 +347,13 @@ class Exporter:
             in_fp32 = live_in_fp32(self._model, self._peft, names, self.conversion, self._dtype.target)
         return Casts(self._dtype, kept, in_fp32)
 
-    def _renamed(self, name: str) -> str:
-        conversion = self.conversion if isinstance(self._model, nn.Module) else None
-        return conversion.renamed(name) if isinstance(conversion, HubConversion) else name
+    def _renamed_aliases(self) -> tuple[tuple[str, str], ...]:
+        """Return the aliases in the names of the checkpoint."""
+        pairs = self._aliases.items()
+        if isinstance(self._model, nn.Module) and isinstance(self.conversion, HubConversion):
+            renamed, specs = self.conversion.renamed, {spec.name: spec for spec in self._specs}
+            pairs = {renamed(replace(specs[kept], name=alias)): renamed(specs[kept]) for alias, kept in pairs}.items()
+        return tuple(sorted(pairs))
 
     def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
         self.source.refresh()

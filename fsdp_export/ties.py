@@ -73,9 +73,18 @@ def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView |
     for path, twin in base_twins(model, peft):
         declared |= {path + alias: path + kept for alias, kept in own_ties(twin).items()}
         outputs |= {path + name for name in output_embeddings(twin)}
-    pairs = {alias: kept for alias, kept in declared.items() if alias in named and kept in named}
+    # Of several names of one parameter, that under which it is exported counts for all.
+    pairs = {
+        alias: aliases.get(kept, kept)
+        for alias, kept in declared.items()
+        if alias in named and kept in named and aliases.get(alias) not in declared
+    }
     distinct = {alias: kept for alias, kept in pairs.items() if named[alias] is not named[kept] or named[kept] is None}
-    broken = {alias: kept for alias, kept in distinct.items() if None not in (named[alias], named[kept])}
+    broken = {
+        alias: kept
+        for alias, kept in distinct.items()
+        if None not in (named[alias], named[kept]) and alias not in aliases
+    }
     ended = {*distinct.keys() - broken.keys()}
     ended |= {name for name, value in named.items() if id(value) in changed} - {*broken, *broken.values()}
     return LiveTies(aliases, broken, bool(outputs & (aliases.keys() - declared.keys())), sorted(ended))

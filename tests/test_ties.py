@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from faults import Outcome, outcome_of, the_error
 from models import hf_model
 from ranks import run_ranks
@@ -17,6 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_export import Exporter
 from fsdp_export.sources.live import LiveSource
 from fsdp_export.spec import TensorSpec
+
+IS_4 = not hasattr(transformers, "WeightConverter")
 
 
 def untied() -> Any:
@@ -62,3 +65,31 @@ def test_ranks_whose_configs_declare_different_ties_are_refused(tmp_path):
     assert kind == "DisagreementError"
     assert "different tied weights" in message
     assert "rank 0: {'lm_head.weight': 'transformer.wte.weight'}; rank 1: {}" in message
+
+
+class TwoHeads(transformers.PreTrainedModel):
+    """A model with two heads that are both tied to its embedding."""
+
+    config_class = transformers.GPT2Config
+    _tied_weights_keys = {"one.weight": "embed.weight", "two.weight": "embed.weight"}  # noqa: RUF012  as transformers
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.embed = nn.Embedding(7, 4)
+        self.one, self.two = nn.Linear(4, 7, bias=False), nn.Linear(4, 7, bias=False)
+        self.post_init()
+
+
+@pytest.mark.skipif(IS_4, reason="transformers 4 ties what `get_output_embeddings` returns")
+@pytest.mark.parametrize("differs", [False, True])
+def test_heads_that_are_one_parameter_still_are_compared_with_the_embedding(differs, tmp_path):
+    """So they are where the embedding was wrapped and the heads lie in the root's group."""
+    model = TwoHeads(transformers.GPT2Config(tie_word_embeddings=True))
+    model.one.weight = model.two.weight = nn.Parameter(model.embed.weight.detach().clone() + int(differs))
+    exporter = Exporter(model)
+    assert [name for name, _ in exporter.tensors()] == ["embed.weight", *["two.weight"] * differs]
+    kept = "two.weight" if differs else "embed.weight"
+    assert dict(exporter.plan.aliases) == {"one.weight": kept, **({} if differs else {"two.weight": kept})}
+    exporter.save(tmp_path, fsync=False)
+    loaded = TwoHeads.from_pretrained(tmp_path)
+    assert torch.equal(loaded.two.weight, model.two.weight)
