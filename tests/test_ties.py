@@ -93,3 +93,24 @@ def test_heads_that_are_one_parameter_still_are_compared_with_the_embedding(diff
     exporter.save(tmp_path, fsync=False)
     loaded = TwoHeads.from_pretrained(tmp_path)
     assert torch.equal(loaded.two.weight, model.two.weight)
+
+
+class KeptInAList(TwoHeads):
+    """A model that reaches its head by a list, where torch does not see it, as it ties that."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.heads = [self.one]
+
+    def tie_weights(self, *_: Any, **__: Any) -> None:
+        for head in getattr(self, "heads", []):
+            head.weight = self.embed.weight
+
+
+def test_a_class_that_ties_what_it_keeps_in_a_list_does_not_change_the_module():
+    model = KeptInAList(transformers.GPT2Config(tie_word_embeddings=True))
+    model.one.weight = head = nn.Parameter(torch.randn(7, 4))
+    expected = head.detach().clone()
+    tensors = dict(Exporter(model).tensors())
+    assert model.one.weight is head
+    assert torch.equal(tensors["one.weight"], expected)
