@@ -24,8 +24,9 @@ from .sizes import is_size
 
 if TYPE_CHECKING:
     from .checkpoint import OpenedCheckpoint
-    from .sidecars.collect import Sidecars
+    from .sidecars.sidecar import Sidecars
     from .sinks.huggingface import Report
+    from .sources.stored import StoredSource
 
 __all__ = ["main"]
 
@@ -172,7 +173,7 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             format=options["format_"],
             **{name: options[name] for name in _OPENING},
         )
-        say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
+        say(_found(checkpoint.source))
         _check_effect(checkpoint, given, options)
         writes_sidecars = options["format_"] != "safetensors"
         for note in (*(_origins(checkpoint.sidecars) if writes_sidecars else ()), *checkpoint.notes):
@@ -220,8 +221,9 @@ def _show_plan(checkpoint: OpenedCheckpoint, say: Callable[[str], None], choices
     from .table import dtype_name, plan_table
 
     outputs, files = checkpoint.exporter.plan.outputs, checkpoint.files(**choices)
-    lacks = checkpoint.sidecars.missing if choices["format"] != "safetensors" else ()
-    missing = [f"not written: {what}" for what in lacks]
+    sidecars = checkpoint.fitted_sidecars
+    lacks = [*sidecars.warnings, *(f"not written: {what}" for what in sidecars.missing)]
+    missing = lacks if choices["format"] != "safetensors" else []
     for note in missing:
         say(note)
     say(plan_table(outputs, files))
@@ -254,6 +256,11 @@ def _origins(sidecars: Sidecars) -> Iterator[str]:
             places.setdefault(sidecar.content.parents[depth - 1], []).append(sidecar.name)
     for place, names in places.items():
         yield f"from {_short(place)}: {', '.join(names)}"
+
+
+def _found(source: StoredSource) -> str:
+    others = f" of {source.num_found:,} checkpoints below" if source.num_found > 1 else ""
+    return f"found {_short(source.folder)}{others}: {source.description}"
 
 
 def _short(path: Path | None) -> str:

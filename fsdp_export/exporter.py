@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from .agreement import agree_on_plan, check_copies
-from .conversion.adapter import conversion_of
+from .conversion.adapter import adapter_name, conversion_of
 from .conversion.aliases import unsaved_names
 from .conversion.cut import Conversion
 from .conversion.full_precision import live_in_fp32
@@ -28,8 +28,10 @@ from .errors import UsageError
 from .fence import Fence, Operation
 from .names import matching, select
 from .plan import Plan
-from .sidecars.collect import Sidecars, from_model, has_config
+from .provenance import provenance
 from .sidecars.lora import live_lora_sidecars
+from .sidecars.of_model import from_model, has_config
+from .sidecars.sidecar import Sidecars
 from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
@@ -163,7 +165,7 @@ class Exporter:
         if isinstance(self._adapter, Conversion):
             return self._adapter
         if self._adapter is not None:
-            return Conversion(conversion_of(self._adapter), self._specs)
+            return Conversion(conversion_of(self._adapter), self._specs, adapter_name(self._adapter))
         if not isinstance(self._model, nn.Module) or (self._found_peft is not None and not self._is_merged):
             return None
         return convert_live(self._model, self._specs, self._peft)
@@ -266,12 +268,25 @@ class Exporter:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance={"lora": "adapter" if self._is_adapter else "merge"} if self._peft is not None else None,
+            provenance=self.provenance,
             is_lora=self._is_adapter,
         )
         started = time.perf_counter()
         self.send(sink, delivered=delivered, gather_all=gather_all)
         return sink.report(self.plan, time.perf_counter() - started)
+
+    def provenance(self) -> dict[str, object]:
+        """Return what the record of an export says of its source and of the choices made here. Local."""
+        kept = "keep" if self._found_peft is not None and self._lora == "keep" else None
+        return provenance(
+            self.source,
+            dtype=self._dtype,
+            conversion=self.conversion,
+            lora=self.lora_view.kind if self.lora_view is not None else kept,
+            include=self._include,
+            exclude=self._exclude,
+            keep_dtype=self._keep_dtype,
+        )
 
     def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
         # Made in the operation: what fails there is the error of all ranks.

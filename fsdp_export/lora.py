@@ -17,8 +17,8 @@ from .conversion.peft import inspect_lora, lora_names
 from .conversion.peft_names import parse
 from .conversion.peft_states import PeftState, find_peft_state
 from .errors import SourceError, UsageError
-from .sidecars.collect import Sidecars
 from .sidecars.lora import ADAPTER_CONFIG, lora_config, lora_sidecars
+from .sidecars.sidecar import Sidecars
 from .sources.stored import StoredSource
 from .spec import TensorInfo
 

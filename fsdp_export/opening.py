@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .checkpoint import OpenedCheckpoint
-from .conversion.adapter import conversion_of, load_adapter
+from .conversion.adapter import adapter_name, conversion_of, load_adapter
 from .conversion.cut import Conversion
 from .conversion.full_precision import stored_in_fp32
 from .conversion.lora_view import LoraView
@@ -27,9 +27,10 @@ from .errors import UsageError, listing
 from .exporter import Exporter
 from .fence import Fence
 from .lora import describe_lora, find_lora, merged_view
-from .sidecars.collect import Sidecars, from_folder
 from .sidecars.config_json import named_dtype
+from .sidecars.of_folder import from_folder
 from .sidecars.origins import CONFIG
+from .sidecars.sidecar import Sidecars
 from .sources.base import Source
 from .sources.detect import open_source
 from .sources.hf_folder import names_in
@@ -185,8 +186,13 @@ def _twin(source: Source, sidecars: Sidecars, *, trust_remote_code: bool) -> nn.
 
 def _hub_form(twin: nn.Module, specs: Iterable[TensorSpec], sidecars: Sidecars) -> HubForm:
     """Return the form that the model of a config has on the hub."""
-    loaded = names_in(sidecars.config_file.parent) if sidecars.config_file is not None else frozenset[str]()
-    return HubForm(twin, loaded | {spec.name for spec in specs})
+    return HubForm(twin, _base_names(sidecars, None) | {spec.name for spec in specs})
+
+
+def _base_names(sidecars: Sidecars, folder: Path | None) -> frozenset[str]:
+    """Return the names of the tensors beside the config, unless that is in the folder of the checkpoint itself."""
+    place = sidecars.config_file.parent if sidecars.config_file is not None else None
+    return names_in(place) if place is not None and place != (folder and folder.resolve()) else frozenset()
 
 
 def _conversion(
@@ -198,8 +204,9 @@ def _conversion(
     if isinstance(adapter, str):
         places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
         assets = next((place.parent for place in places if isinstance(place, Path)), None)
-        adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
-    return Conversion(conversion_of(adapter), specs)
+        loaded = load_adapter(adapter, config=sidecars.config, assets=assets)
+        return Conversion(conversion_of(loaded), specs, adapter_name(adapter))
+    return Conversion(conversion_of(adapter), specs, adapter_name(adapter))
 
 
 def _conversion_notes(
@@ -248,6 +255,7 @@ def _fit_to_shapes(
         sidecars.config or {},
         folder=exporter.source.folder,
         config_file=sidecars.config_file,
+        base_names=_base_names(sidecars, exporter.source.folder),
     )
     if comparison.error is not None:
         raise comparison.error

@@ -43,7 +43,13 @@ TOKENIZER_CONFIG = {
     "model_max_length": 64,
 }
 
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+CONFIGS = ("config.json", "generation_config.json")
+ALL_FILES = TOKENIZER_FILES.union(CONFIGS)
+
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "vocab.bin", "optimizer.pt")
+# What tells loaders of weights that were quantized.
+QUANTIZATION = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quant_log.csv")
 
 
 def new_tokenizer() -> Any:
@@ -73,6 +79,7 @@ def _hub_files() -> dict[str, bytes]:
     return {
         "README.md": b"a model card",
         **dict.fromkeys(WEIGHTS, b"weights"),
+        **dict.fromkeys(QUANTIZATION, b"{}"),
         "model.safetensors": save(model.state_dict(), metadata={"format": "pt"}),
         "config.json": CONFIG.encode(),
         "generation_config.json": GENERATION_CONFIG.encode(),

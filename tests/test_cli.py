@@ -120,7 +120,7 @@ def test_an_export_says_what_it_found_decided_and_wrote(run, base, model, enviro
     environ.chdir(run.parent)
     result = call(run.name, "--base-model", base.name, "--out", "here/out")
     found, origins, *lines, last = result.stdout.splitlines()
-    assert found == f"found {run.name}/step-500: {FOUND}"
+    assert found == f"found {run.name}/step-500 of 2 checkpoints below: {FOUND}"
     assert names_from(base.name, [origins]) == sidecars_of(base).keys() >= {*CONFIGS, "tokenizer.json"}
     assert lines == [
         "float32 becomes bfloat16, as the config says (--dtype keep to keep it)",
@@ -146,7 +146,7 @@ def test_the_newest_complete_step_below_this_folder_is_taken(run, environ):
     (broken / "__0_0.distcp").write_bytes(b"")
     environ.chdir("runs")
     result = call("--out", "out")
-    assert result.stdout.startswith(f"found {step.name}: DCP checkpoint")
+    assert result.stdout.startswith(f"found {step.name} of 2 checkpoints below: DCP checkpoint")
     warning, *more = result.stderr.splitlines()
     assert warning.startswith("fsdp-export: warning: an incomplete checkpoint is skipped: truncated data files in ")
     assert more == []
@@ -643,7 +643,7 @@ def test_under_torchrun_the_result_is_the_same_and_one_rank_speaks(run, base):
     *lines, wrote, verified = stdout.splitlines()
     *expected, expected_wrote, expected_verified = alone.stdout.splitlines()
     assert (lines, verified) == (expected, expected_verified)
-    assert verified == "verified 26 tensors, 9.41 kB: all equal"
+    assert verified == "verified 26 tensors, 9.41 kB: all equal, and 5 other files as written"
     assert wrote.partition(" in ")[0] == expected_wrote.partition(" in ")[0]
 
 

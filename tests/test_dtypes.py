@@ -140,7 +140,9 @@ def test_the_config_has_the_dtype_of_the_model_and_not_of_the_first_tensor(tmp_p
 
 def test_a_part_that_was_cast_has_the_dtype_of_the_whole(tmp_path):
     """Parts that had a dtype of their own are cast with the rest."""
-    run = save(tmp_path / "run/step-1", {"language.weight": torch.randn(3, 2), "vision.weight": torch.randn(2, 2)})
+    packed = {"experts.weight": torch.ones(2, 2, dtype=torch.uint8)}
+    tensors = {"language.weight": torch.randn(3, 2), "vision.weight": torch.randn(2, 2)}
+    run = save(tmp_path / "run/step-1", {**tensors, **packed})
     quantized = {"quant_method": "mine", "weights": {"dtype": "float32"}}
     config = {"model_type": "mine", "dtype": "bfloat16", "vision_config": {"dtype": "float32"}}
     (tmp_path / "run/config.json").write_text(json.dumps({**config, "quantization_config": quantized}))

@@ -23,6 +23,7 @@ class Conversion:
     Args:
         convert: Maps a state dict to a converted one, and parts of it to the same tensors as the whole of it.
         specs: The tensors of the state dict.
+        maker: What converts, for the record of the export.
 
     Attributes:
         names: The names of its outputs, in their order.
@@ -33,8 +34,9 @@ class Conversion:
         PlanError: It fails, depends on values, makes nothing, or a tensor of no input.
     """
 
-    def __init__(self, convert: ConvertDict, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, convert: ConvertDict, specs: Sequence[TensorSpec], maker: str = "") -> None:
         self._convert = convert
+        self.maker = maker
         self._traced = {output.info.name: output for output in trace(convert, specs)}
         self.names = tuple(self._traced)
         used = {spec.name for output in self._traced.values() for spec in output.inputs}

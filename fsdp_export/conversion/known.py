@@ -57,9 +57,9 @@ class KnownTensors:
             return None
         return tuple(own.shape) if own is not None else other
 
-    def unknown(self, names: Iterable[str]) -> list[str]:
-        """Return the names that the class neither knows nor declares to be of no concern."""
-        ignored = self._declared("_keys_to_ignore_on_load_unexpected")
+    def unknown(self, names: Iterable[str], *, are_ignored_too: bool = False) -> list[str]:
+        """Return the names that the class neither knows nor, unless those count too, declares to be of no concern."""
+        ignored = self._declared("_keys_to_ignore_on_load_unexpected") if not are_ignored_too else []
         buffers = {name for name, _ in self._twin.named_buffers()}
         return [
             name

@@ -59,7 +59,7 @@ class HubConversion(Conversion):
         hub: HubForm | None = None,
     ) -> None:
         try:
-            super().__init__(convert, specs)
+            super().__init__(convert, specs, f"transformers' {class_name}")
         except PlanError as error:
             if error.__cause__ is None:
                 raise

@@ -17,6 +17,7 @@ __all__ = [
     "REMOVED",
     "Edits",
     "KeyPath",
+    "added_rope_edits",
     "class_edits",
     "differences",
     "dtype_edits",
@@ -164,6 +165,12 @@ def rope_edits(config: Mapping[str, Any]) -> Edits:
             {(*path, key): value for key, value in _legacy_rope(part).items() if part.get(key, REMOVED) != value}
         )
     return edits
+
+
+def added_rope_edits(config: Mapping[str, Any]) -> Edits:
+    """Return those of `rope_edits` that contradict nothing: without them transformers 4 takes its own default."""
+    parts = dict(_parts(config))
+    return {path: value for path, value in rope_edits(config).items() if path[-1] not in parts[path[:-1]]}
 
 
 def differences(read: Mapping[str, Any], live: Mapping[str, Any], written: Mapping[str, Any]) -> Edits:

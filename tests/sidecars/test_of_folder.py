@@ -1,44 +1,36 @@
-"""What stands beside the weights, for live modules and for checkpoints on disk, and how it is written."""
+"""What stands beside the weights of a checkpoint on disk."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import stat
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-import torch.distributed as dist
 import transformers
-from hub_folders import CONFIG, GENERATION_CONFIG, WEIGHTS, new_tokenizer, put_into_hub_cache, write_hub_folder
-from models import hf_model, tiny
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from hub_folders import (
+    ALL_FILES,
+    CONFIG,
+    CONFIGS,
+    GENERATION_CONFIG,
+    QUANTIZATION,
+    TOKENIZER_FILES,
+    WEIGHTS,
+    new_tokenizer,
+    write_hub_folder,
+)
 
 from fsdp_export.errors import NotFoundError, SourceError
-from fsdp_export.sidecars.collect import Sidecar, Sidecars, fit_config, from_folder, from_model, has_config, write
-
-TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
-CONFIGS = ("config.json", "generation_config.json")
-ALL_FILES = TOKENIZER_FILES.union(CONFIGS)
+from fsdp_export.sidecars.of_folder import from_folder
+from fsdp_export.sidecars.of_model import from_model
+from fsdp_export.sidecars.sidecar import Sidecars
 
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     return write_hub_folder(tmp_path / "base")
-
-
-@pytest.fixture
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def _load(base: Path | str) -> Any:
@@ -47,110 +39,6 @@ def _load(base: Path | str) -> Any:
 
 def _texts(sidecars: Sidecars) -> dict[str, str]:
     return {sidecar.name: sidecar.text() for sidecar in sidecars.files}
-
-
-def _write(sidecars: Sidecars, folder: Path) -> list[str]:
-    folder.mkdir()
-    return write(sidecars, folder)
-
-
-def test_a_model_as_it_was_loaded_has_the_files_it_was_loaded_from(base: Path, tmp_path: Path) -> None:
-    sidecars = from_model(_load(base), tokenizer=transformers.AutoTokenizer.from_pretrained(base))
-    out = tmp_path / "out"
-    assert set(_write(sidecars, out)) == {path.name for path in out.iterdir()} == ALL_FILES
-    assert all((out / name).read_bytes() == (base / name).read_bytes() for name in ALL_FILES)
-    assert (sidecars.missing, sidecars.warnings) == ([], [])
-    assert sidecars.config == json.loads(CONFIG)
-
-
-def test_files_of_the_hub_cache_are_copied_as_regular_files(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    put_into_hub_cache(base, tmp_path / "cache", "me/tiny")
-    model = _load(base)
-    model.config._name_or_path = "me/tiny"
-    _write(from_model(model), tmp_path / "out")
-    for path in (tmp_path / "out").iterdir():
-        assert not path.is_symlink()
-        assert path.read_bytes() == (base / path.name).read_bytes()
-
-
-def test_what_changed_since_loading_is_edited_and_told(base: Path) -> None:
-    model = _load(base)
-    model.resize_token_embeddings(40, mean_resizing=False)
-    model.generation_config.temperature = 0.5
-    sidecars = from_model(model)
-    assert _texts(sidecars) == {
-        "config.json": CONFIG.replace('"vocab_size": 32', '"vocab_size": 40'),
-        "generation_config.json": GENERATION_CONFIG.replace("0.6", "0.5"),
-    }
-    assert sidecars.warnings == [
-        f"config.json differs from that of {base} in vocab_size",
-        f"generation_config.json differs from that of {base} in temperature",
-    ]
-    assert sidecars.missing == ["tokenizer: none was given"]
-
-
-def test_another_class_than_that_of_the_file_is_named(base: Path) -> None:
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(base)
-    sidecars = from_model(model)
-    assert _texts(sidecars) == {"config.json": CONFIG.replace("LlamaForCausalLM", "LlamaForSequenceClassification")}
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_sharded_module_built_in_code_has_the_config_of_a_whole_one(tmp_path: Path) -> None:
-    model = hf_model("qwen2-tied")
-    whole = _texts(from_model(model))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    before = repr(sorted(vars(model.config).items()))
-    assert _texts(from_model(model)) == whole
-    assert repr(sorted(vars(model.config).items())) == before
-    assert json.loads(whole["config.json"])["architectures"] == ["Qwen2ForCausalLM"]
-    assert whole.keys() == {"config.json", "generation_config.json"}
-
-
-def test_a_module_that_cannot_generate_has_no_generation_config() -> None:
-    config = transformers.BertConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1, intermediate_size=8)
-    model: Any = transformers.BertModel(config)
-    model.generation_config = transformers.GenerationConfig()
-    assert _texts(from_model(model)).keys() == {"config.json"}
-
-
-def test_a_module_without_config_has_nothing() -> None:
-    model = tiny()
-    sidecars = from_model(model)
-    assert (sidecars.files, sidecars.config) == ([], None)
-    assert sidecars.missing == ["config.json: the module has no config", "tokenizer: none was given"]
-    assert not has_config(model)
-    assert has_config(hf_model("llama"))
-
-
-@pytest.mark.parametrize("spoil", ["{", '{"model_type": 3}', "[]"], ids=["no-json", "another-config", "no-object"])
-def test_an_origin_that_is_no_longer_its_own_is_not_used(spoil: str, base: Path) -> None:
-    model = _load(base)
-    (base / "config.json").write_text(spoil)
-    sidecars = from_model(model)
-    assert sidecars.config is not None
-    assert sidecars.config["rope_theta"] == 500000.0
-
-
-def test_what_cannot_be_made_does_not_cost_the_rest(base: Path) -> None:
-    class Broken:
-        def to_dict(self) -> None:
-            raise ValueError("a config that fails")
-
-        def save_pretrained(self, folder: str) -> None:
-            raise ValueError("a tokenizer that fails")
-
-    model: Any = nn.Linear(2, 2)
-    model.config = Broken()
-    sidecars = from_model(model, tokenizer=Broken())
-    assert sidecars == Sidecars(
-        [],
-        ["config.json", "tokenizer"],
-        ["config.json was not written: a config that fails", "tokenizer was not written: a tokenizer that fails"],
-    )
 
 
 def test_custom_code_is_copied_and_not_run(base: Path) -> None:
@@ -162,31 +50,6 @@ def test_custom_code_is_copied_and_not_run(base: Path) -> None:
         assert sidecars.config is not None
         assert sidecars.config["auto_map"] == {"AutoModel": "modeling_my.My"}
         assert _texts(sidecars)["modeling_my.py"] == "raise SystemExit"
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_custom_code_without_a_folder_is_missing() -> None:
-    class Mine(transformers.LlamaForCausalLM):
-        pass
-
-    Mine.register_for_auto_class("AutoModelForCausalLM")
-    model = Mine(transformers.LlamaConfig.from_dict(json.loads(CONFIG)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    sidecars = from_model(model)
-    assert sidecars.config is not None
-    assert sidecars.config["architectures"] == ["Mine"]
-    assert "auto_map" not in sidecars.config
-    assert "the code of Mine: it did not come from a folder" in sidecars.missing
-
-
-def test_a_given_tokenizer_that_changed_is_told(base: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    tokenizer.pad_token = "</s>"
-    sidecars = from_model(hf_model("llama"), tokenizer=tokenizer)
-    origins = {sidecar.name: sidecar.origin for sidecar in sidecars.files}
-    assert origins["tokenizer.json"] == f"copied from {base}"
-    assert origins["tokenizer_config.json"] == "made of the tokenizer that was given"
-    assert sidecars.warnings == [f"the tokenizer is not that of {base}: pad_token"]
 
 
 @pytest.mark.parametrize("depth", ["", "huggingface", "step-5/model", "a/b/c"])
@@ -269,7 +132,7 @@ def test_the_base_model_that_was_named_counts_before_the_folders(base: Path, tmp
         (run / name).write_text('{"model_type": "another"}')
     (run / "step").mkdir()
     sidecars = from_folder(run / "step", base)
-    assert {sidecar.origin for sidecar in sidecars.files} == {f"copied from {base}"}
+    assert {str(sidecar.origin) for sidecar in sidecars.files} == {f"copied from {base}"}
     assert set(_texts(sidecars)) == ALL_FILES
     assert sidecars.config == json.loads(CONFIG)
 
@@ -283,7 +146,7 @@ def test_what_the_base_model_lacks_is_taken_from_the_folders_a_kind_at_a_time(ba
     checkpoint.mkdir()
     new_tokenizer().save_pretrained(checkpoint)
     (checkpoint / "generation_config.json").write_text(GENERATION_CONFIG)
-    origins = {sidecar.name: sidecar.origin for sidecar in from_folder(checkpoint, base).files}
+    origins = {sidecar.name: str(sidecar.origin) for sidecar in from_folder(checkpoint, base).files}
     assert origins == {
         "config.json": f"copied from {base}",
         "generation_config.json": f"copied from {checkpoint}",
@@ -312,7 +175,7 @@ def test_a_config_of_a_wrapped_class_is_put_right(base: Path) -> None:
 
 
 def test_weights_and_the_rest_are_never_taken(base: Path) -> None:
-    assert not set(_texts(from_folder(base))) & {*WEIGHTS, "README.md"}
+    assert not set(_texts(from_folder(base))) & {*WEIGHTS, *QUANTIZATION, "README.md"}
 
 
 @pytest.mark.parametrize(
@@ -341,16 +204,6 @@ def test_a_config_that_is_a_folder_is_named(base: Path) -> None:
     (base / "config.json").mkdir()
     with pytest.raises(SourceError, match="found Is a directory"):
         from_folder(base)
-
-
-def test_what_is_too_large_for_what_it_is_called_is_left_out(base: Path, tmp_path: Path) -> None:
-    os.truncate(base / "tokenizer.json", 1 << 40)
-    sidecars, out = from_folder(base), tmp_path / "out"
-    out.mkdir()
-    assert "tokenizer.json" not in write(sidecars, out)
-    assert "tokenizer.json" in sidecars.missing
-    assert "tokenizer.json was not written: too large for what it is called" in sidecars.warnings
-    assert not (out / "tokenizer.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -389,50 +242,25 @@ def test_a_base_model_that_is_nowhere_is_refused(tmp_path: Path, monkeypatch: py
         from_folder(tmp_path, tmp_path / "config.json")
 
 
-def test_a_config_is_fitted_to_the_weights_and_to_nothing_else(base: Path) -> None:
-    config = CONFIG.replace("{", '{\n  "quantization_config": {"quant_method": "fp8"},', 1)
-    (base / "config.json").write_text(config.replace("false", "true"))
+def test_code_that_the_config_names_and_that_is_not_there_is_missing(base: Path) -> None:
+    auto_map = '{"auto_map": {"AutoConfig": "configuration_my.C", "AutoModel": "modeling_my.M"},'
+    (base / "config.json").write_text(CONFIG.replace("{", auto_map, 1))
+    (base / "modeling_my.py").touch()
     sidecars = from_folder(base)
-    before = _texts(sidecars)
-    fitted = fit_config(sidecars, dtype=torch.bfloat16, tied=False, quantized=False)
-    assert _texts(fitted) == {**before, "config.json": CONFIG.replace("float32", "bfloat16")}
-    assert fitted.config == json.loads(_texts(fitted)["config.json"])
-    assert len(fitted.warnings) == 2
-    assert _texts(sidecars) == before
-    assert sidecars.warnings == []
+    assert "modeling_my.py" in _texts(sidecars)
+    assert sidecars.missing == [f"configuration_my.py: config.json names it, and {base} lacks it"]
 
 
-def test_a_config_that_is_true_already_stays_a_copy(base: Path) -> None:
-    sidecars = from_folder(base)
-    assert fit_config(sidecars, dtype=torch.float32) == sidecars
-    assert fit_config(sidecars, dtype=None) == sidecars
-    assert fit_config(Sidecars(), dtype=torch.float16, tied=False) == Sidecars()
-
-
-@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077], ids=oct)
-def test_permissions_follow_the_umask(umask: int, base: Path, tmp_path: Path) -> None:
-    for path in base.iterdir():
-        path.chmod(0o600)
-    (base / "additional_chat_templates").mkdir()
-    (base / "additional_chat_templates/tools.jinja").write_text("x")
-    old = os.umask(umask)
-    try:
-        names = _write(from_folder(base), tmp_path / "out")
-    finally:
-        os.umask(old)
-    assert "additional_chat_templates/tools.jinja" in names
-    assert {stat.S_IMODE((tmp_path / "out" / name).stat().st_mode) for name in names} == {0o666 & ~umask}
-
-
-def test_a_file_that_cannot_be_written_is_left_out_and_told(base: Path, tmp_path: Path) -> None:
-    sidecars = from_folder(base)
-    (base / "tokenizer.json").unlink()
-    sidecars.files.append(Sidecar("config.json", "a second one", b"{}"))
-    names = _write(sidecars, tmp_path / "out")
-    assert set(names) == ALL_FILES - {"tokenizer.json"} == {path.name for path in (tmp_path / "out").iterdir()}
-    assert sidecars.missing == ["tokenizer.json", "config.json"]
-    assert sidecars.warnings == [
-        "tokenizer.json was not written: No such file or directory",
-        "config.json was not written: File exists",
-    ]
-    assert (tmp_path / "out/config.json").read_text() == CONFIG
+def test_the_place_of_every_kind_is_told_as_seen_from_the_checkpoint(base: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run/step-3/actor"
+    (folder / "huggingface").mkdir(parents=True)
+    (base / "config.json").rename(folder / "huggingface/config.json")
+    (base / "generation_config.json").rename(folder / "generation_config.json")
+    for name in TOKENIZER_FILES:
+        (base / name).rename(tmp_path / "run" / name)
+    (tmp_path / "link").symlink_to(folder)
+    for path in (folder, tmp_path / "link"):
+        found = {sidecar.name: sidecar.origin.as_json() for sidecar in from_folder(path).files}
+        assert found.pop("config.json") == {"from": "source", "at": "huggingface"}
+        assert found.pop("generation_config.json") == {"from": "source"}
+        assert found == {name: {"from": "parent", "at": "../.."} for name in TOKENIZER_FILES}
