@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -14,31 +14,20 @@ import torch
 from torch import nn
 
 from .agreement import agree_on_plan, check_copies
-from .conversion.adapter import adapter_name, conversion_of
-from .conversion.aliases import unsaved_names
-from .conversion.cut import Conversion
-from .conversion.full_precision import live_in_fp32
 from .conversion.lora_view import LoraView
-from .conversion.peft_module import PeftModule, find_peft
-from .conversion.transformers import HubConversion, convert_live
 from .dtype_notes import dtype_notes, live_dtypes
-from .dtypes import Casts, DtypePolicy, scales_of_packed
+from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
-from .memory import without_collection
-from .names import matching, select
 from .plan import Plan
-from .provenance import provenance
+from .planning import Planning
 from .sidecars.lora import live_lora_sidecars
 from .sidecars.of_model import from_model, has_config
 from .sidecars.sidecar import Sidecars
 from .sinks.base import Delivery, Sink
 from .sinks.huggingface import Report, folder_sink
 from .sources.base import Source
-from .sources.live import LiveSource, find_ranks
-from .spec import TensorInfo, TensorSpec
-from .steps import copy_step
-from .ties import LiveTies, equal_ties, live_ties
+from .sources.live import find_ranks
 from .walk import Delivered, gathered_pieces, run
 
 __all__ = ["Exporter"]
@@ -105,81 +94,51 @@ class Exporter:
             raise UsageError("a bucket of no size", expected="a positive number of bytes", found=bucket_bytes)
         if isinstance(lora, str) and lora not in {"auto", "merge", "adapter", "keep"}:
             raise UsageError("no such choice for LoRA", expected="auto, merge, adapter or keep", found=lora)
-        self._model, self._state_dict, self._lora = model, state_dict, lora
-        self._dtype = DtypePolicy.parse(dtype)
-        self._include, self._exclude, self._keep_dtype = (
-            (patterns,) if isinstance(patterns, str) else tuple(patterns) for patterns in (include, exclude, keep_dtype)
+        self._planning = Planning(
+            model,
+            state_dict=state_dict,
+            dtype=DtypePolicy.parse(dtype),
+            keep_dtype=keep_dtype,
+            include=include,
+            exclude=exclude,
+            adapter=adapter,
+            lora=lora,
+            aliases=aliases or {},
+            untied=untied,
+            in_fp32=in_fp32,
+            device=torch.device(device) if device is not None else None,
         )
-        self._equal: dict[str, str] = {}  # of ties that are broken, those whose values were equal when last looked at
-        self._adapter, self._given_aliases, self._untied, self._in_fp32 = adapter, aliases, tuple(untied), in_fp32
-        self._device = torch.device(device) if device is not None else None
-        self._bucket_bytes = bucket_bytes
+        self._model, self._bucket_bytes = model, bucket_bytes
         ranks, rank = find_ranks(model) if isinstance(model, nn.Module) else (model.ranks, model.rank)
         self._fence = Fence(ranks, rank, timeout=timeout)
 
-    @cached_property
+    @property
     def source(self) -> Source:
         """What is exported. Local; raises what cannot be exported (`SourceError`, `UsageError`)."""
-        if not isinstance(self._model, nn.Module):
-            return self._model
-        aliases = self._ties.aliases if self._peft is None else {}
-        return LiveSource(self._model, state_dict=self._state_dict, aliases=aliases, device=self._device)
+        return self._planning.source
 
-    @cached_property
-    @without_collection()
+    @property
     def plan(self) -> Plan:
         """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered.
 
         Where a module has two parameters for one that its config declares tied, both count until an export compares
         them.
         """
-        given = self._given_aliases or {}
-        specs = {spec.name: spec for spec in self._specs}
-        available = self.conversion.names if self.conversion is not None else tuple(specs)
-        kept = [name for name in available if name not in given]
-        self.num_available = len(kept)
-        names, self.pattern_hits = select(kept, self._include, self._exclude)
-        casts = self._casts([self.conversion.output(name) if self.conversion else specs[name] for name in kept])
-        if self.conversion is not None:
-            steps = self.conversion.steps(frozenset(names), casts.cast_of)
-        else:
-            steps = [copy_step(specs[name], casts.cast_of(specs[name])) for name in names]
-        if self.lora_view is not None:
-            steps = [self.lora_view.on_source(step) for step in steps]
-        blocks = self.conversion.blocks if self.conversion is not None else {}
-        aliases = {self._renamed(alias): self._renamed(kept) for alias, kept in self._aliases.items()}
-        return Plan(
-            tuple(steps),
-            self.source.ranks,
-            tuple(sorted(aliases.items())),
-            self._untied or tuple(sorted({*self._ties.ended, *self._ties.broken} - self._equal.keys())),
-            are_tied_by_hand=self._ties.are_undeclared,
-            names=tuple(names),
-            blocks=blocks,
-            casts=casts,
-        )
+        return self._planning.plan
 
-    @cached_property
-    def conversion(self) -> Conversion | None:
-        """How tensors become those of the checkpoint; None where they stay. Local, and nothing is read.
+    @property
+    def pattern_hits(self) -> dict[str, int]:
+        """How many names each pattern matched, of `num_available`; once there is a plan."""
+        return self._planning.pattern_hits
 
-        What the adapter does, or, for models of transformers, what `save_pretrained` does.
-        """
-        if isinstance(self._adapter, Conversion):
-            return self._adapter
-        if self._adapter is not None:
-            return Conversion(conversion_of(self._adapter), self._specs, adapter_name(self._adapter))
-        if not isinstance(self._model, nn.Module) or (self._found_peft is not None and not self._is_merged):
-            return None
-        return convert_live(self._model, self._specs, self._peft)
+    @property
+    def num_available(self) -> int:
+        """How many names there are to choose from; once there is a plan."""
+        return self._planning.num_available
 
-    @cached_property
-    def lora_view(self) -> LoraView | None:
-        """The tensors as `lora` asks for them; None for what is exported as it is. Local, and nothing is read."""
-        if self._peft is None:
-            return self._lora if isinstance(self._lora, LoraView) else None
-        see = self._peft.adapter if self._lora == "adapter" else self._peft.merged
-        return see(self.source.specs, self.source.device)
+    def provenance(self) -> dict[str, object]:
+        """Return what the record of an export says of its source and of the choices made here. Local."""
+        return self._planning.provenance()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in the order of the plan's steps, on the device.
@@ -266,39 +225,30 @@ class Exporter:
         sink = folder_sink(
             Path(path),
             format=format,
-            has_config=has_config(self._described),
+            has_config=has_config(self._planning.described),
             sidecars=self._sidecars(tokenizer),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
             provenance=self.provenance,
-            is_lora=self.lora_view is not None and self.lora_view.kind == "adapter",
+            is_lora=self._planning.is_adapter,
         )
         started = time.perf_counter()
         self.send(sink, delivered=delivered, gather_all=gather_all)
         return sink.report(self.plan, time.perf_counter() - started)
 
-    def provenance(self) -> dict[str, object]:
-        """Return what the record of an export says of its source and of the choices made here. Local."""
-        kept = "keep" if self._found_peft is not None and self._lora == "keep" else None
-        return provenance(
-            self.source,
-            dtype=self._dtype,
-            conversion=self.conversion,
-            lora=self.lora_view.kind if self.lora_view is not None else kept,
-            include=self._include,
-            exclude=self._exclude,
-            keep_dtype=self._keep_dtype,
-        )
-
     def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
-        if self._peft is not None and self._lora == "adapter":
-            return partial(live_lora_sidecars, self._peft.config, self._described, tokenizer=tokenizer)
-        return partial(self._model_sidecars, tokenizer)
+        # Made in the operation: what fails there is the error of all ranks.
+        return partial(self._lora_sidecars if self._planning.is_adapter else self._model_sidecars, tokenizer)
+
+    def _lora_sidecars(self, tokenizer: object | None) -> Sidecars:
+        planning = self._planning
+        return live_lora_sidecars(planning.peft_config, planning.described, tokenizer=tokenizer)
 
     def _model_sidecars(self, tokenizer: object | None) -> Sidecars:
-        sidecars = from_model(self._described, tokenizer=tokenizer)
-        sidecars.warnings += dtype_notes(self.plan, live_dtypes(self._described, sidecars.config))
+        model = self._planning.described
+        sidecars = from_model(model, tokenizer=tokenizer)
+        sidecars.warnings += dtype_notes(self.plan, live_dtypes(model, sidecars.config))
         return sidecars
 
     @property
@@ -307,73 +257,8 @@ class Exporter:
         default = _CPU_BUCKET_BYTES if self.source.device.type == "cpu" else _BUCKET_BYTES
         return self._bucket_bytes or default
 
-    @property
-    def _specs(self) -> list[TensorSpec]:
-        """The tensors of a checkpoint, in the module's names."""
-        specs = self.lora_view.specs if self.lora_view is not None else list(self.source.specs)
-        if not isinstance(self._model, nn.Module):
-            return specs
-        base = self._peft.base if self._peft is not None else self._model
-        left_out = unsaved_names(base) | self._aliases.keys()
-        return [spec for spec in specs if spec.name not in left_out]
-
-    @property
-    def _described(self) -> nn.Module:
-        """The module that a checkpoint's config describes: names that are kept do not change it."""
-        assert isinstance(self._model, nn.Module)
-        return self._found_peft.base if self._found_peft is not None else self._model
-
-    @property
-    def _peft(self) -> PeftModule | None:
-        """What PEFT has made of the module, if that is not to be kept."""
-        return self._found_peft if self._lora != "keep" else None
-
-    @cached_property
-    def _found_peft(self) -> PeftModule | None:
-        return find_peft(self._model) if isinstance(self._model, nn.Module) else None
-
-    @cached_property
-    def _ties(self) -> LiveTies:
-        if not isinstance(self._model, nn.Module) or (self._peft is not None and not self._is_merged):
-            return LiveTies({}, {}, are_undeclared=False)
-        return live_ties(self._model, self._peft, self.lora_view)
-
-    @property
-    def _is_merged(self) -> bool:
-        return self.lora_view is not None and self.lora_view.kind == "merge"
-
-    @property
-    def _aliases(self) -> dict[str, str]:
-        """Names to leave out: of a live module in its own names, with ties that are broken but were found equal."""
-        return {**(self._given_aliases or {}), **self._ties.aliases, **self._equal}
-
-    def _casts(self, available: Sequence[TensorInfo]) -> Casts:
-        names = [tensor.name for tensor in available]
-        hits = matching(names, self._keep_dtype)
-        self.pattern_hits |= {pattern: len(matched) for pattern, matched in hits.items()}
-        kept = scales_of_packed(available).union(*hits.values())
-        in_fp32 = frozenset(self._in_fp32)
-        if isinstance(self._model, nn.Module) and (self._peft is None or self._is_merged):
-            in_fp32 = live_in_fp32(self._model, self._peft, names, self.conversion, self._dtype.target)
-        return Casts(self._dtype, kept, in_fp32)
-
-    def _renamed(self, name: str) -> str:
-        conversion = self.conversion if isinstance(self._model, nn.Module) else None
-        return conversion.renamed(name) if isinstance(conversion, HubConversion) else name
-
     def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
-        self.source.refresh()
-        if self._ties.broken:
-            specs = {spec.name: spec for spec in self.source.specs}
-            origins = self.lora_view.origins if self.lora_view is not None else specs
-            equal = equal_ties(self.source, self._ties, operation, origins)
-            if equal != self._equal:
-                self._equal = equal
-                for made in ("plan", "conversion"):
-                    vars(self).pop(made, None)
-        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}"
-        if self._peft is not None and self.lora_view is not None:
-            self._peft.refresh(self.lora_view, self.source.specs)
-            options += f" lora={self.lora_view.digest}"
+        seen = self._planning.refresh(operation)
+        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}{seen}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)

@@ -75,7 +75,7 @@ def merged_view(source: StoredSource, state: PeftState, twin: nn.Module | None, 
     Args:
         source: The checkpoint.
         state: Its tensors.
-        twin: The model of its config, if there is one: it knows how experts lie.
+        twin: The model of its config, if there is one: it knows which weights are transposed.
         notes: What was decided, a line each; added to.
 
     Raises:
@@ -86,12 +86,8 @@ def merged_view(source: StoredSource, state: PeftState, twin: nn.Module | None, 
     notes.append(f"{adapter} merged into the weights, with lora_alpha {config['lora_alpha']} of {path}")
     if path.name != ADAPTER_CONFIG:
         notes.append(f"{path.name} does not tell use_rslora and alpha_pattern: they count as off")
-    modules: dict[str, Any] = dict(twin.named_modules()) if twin is not None else {}
-
-    def are_transposed(name: str) -> bool | None:
-        return bool(getattr(modules[name], "is_transposed", False)) if name in modules else None
-
-    return state.merged(config, source.device, are_transposed)
+    modules = dict(twin.named_modules()) if twin is not None else {}
+    return state.merged(config, source.device, lambda name: _is_transposed(modules.get(name)))
 
 
 def describe_lora(
@@ -117,6 +113,16 @@ def describe_lora(
         return lora_sidecars(found, adapter, source.folder, base_model), None
     except SourceError as error:
         return Sidecars(), error
+
+
+def _is_transposed(module: object) -> bool | None:
+    """Tell whether a module of a model has its weight, or those of its experts, as (in, out); None if nothing tells."""
+    if isinstance(module, nn.Linear):
+        return False
+    if type(module).__name__ == "Conv1D":
+        return True
+    knows = module is not None and not hasattr(module, "weight")
+    return bool(getattr(module, "is_transposed", False)) if knows else None
 
 
 def _reduced(source: StoredSource, state: PeftState) -> StoredLora:

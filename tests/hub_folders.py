@@ -101,3 +101,20 @@ def put_into_hub_cache(folder: Path, cache: Path, model_id: str, commit: str = "
         shutil.copy(path, blob)
         (snapshot / path.name).symlink_to(blob)
     return snapshot
+
+
+def add_old_rope(file: Path) -> None:
+    """Give a config that transformers 5 wrote the names of the plain angles that transformers 4 reads."""
+
+    def add(part: dict[str, Any]) -> None:
+        if "rope_parameters" in part:
+            part |= {"rope_theta": part["rope_parameters"]["rope_theta"]}
+            scaling = {key: value for key, value in part["rope_parameters"].items() if key != "rope_theta"}
+            part["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+        for value in part.values():
+            if isinstance(value, dict):
+                add(value)
+
+    config = json.loads(file.read_text())
+    add(config)
+    file.write_text(json.dumps(config, indent=2))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from dcp_folders import save
-from hub_folders import new_tokenizer, put_into_hub_cache
+from hub_folders import add_old_rope, new_tokenizer, put_into_hub_cache
 from models import hf_model
 from safetensors.torch import load_file, save_file
 
@@ -54,6 +54,7 @@ def base(tmp_path_factory):
     """The model that was trained, in bfloat16, with a tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     hf_model("qwen2-tied").to(torch.bfloat16).save_pretrained(folder)
+    add_old_rope(folder / "config.json")
     new_tokenizer().save_pretrained(folder)
     return folder
 

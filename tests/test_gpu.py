@@ -246,7 +246,9 @@ def test_lora_is_merged_as_peft_does_on_the_device(folder, model_kind, kind):
     assert _largest_differences(tensors, expected) == {}
     save_checkpoint(model, folder / "out", lora="merge", format="safetensors")
     if dist.get_rank() == 0:
-        assert _largest_differences(load_file(folder / "out" / "model.safetensors"), expected) == {}
+        differences = _largest_differences(load_file(folder / "out" / "model.safetensors"), expected)
+        # A rank multiplies the rows that it holds, for which cuBLAS may take another kernel than for all of them.
+        assert max(differences.values(), default=0.0) < 1e-7
 
 
 def _largest_differences(some, others):

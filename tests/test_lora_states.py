@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from lora_folders import peft_model, record
 from models import shard
-from peft_models import MODELS, merged_tensors, quiet, with_lora
+from peft_models import MODELS, draw, gpt2, merged_tensors, quiet, with_lora
 from rank_folders import save_as_verl
 from ranks import run_ranks
 from refused.peft_states import REFUSED, Maker
@@ -52,6 +53,23 @@ def test_a_state_dict_is_merged_as_peft_merges_the_model(kind, tmp_path):
         )
     assert "adapter of rank" in report.notes[0]
     assert json.loads((tmp_path / "out" / "fsdp_export.json").read_text())["lora"] == "merge"
+
+
+def test_square_weights_lie_as_their_modules_have_them_whatever_peft_says_of_all(tmp_path):
+    """PEFT's config has the flag of the last layer, a linear one here; attention of GPT-2 has the other kind."""
+    with quiet():
+        model = peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, lora_alpha=9, target_modules=["c_proj", "lm_head"]))
+    draw(model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    model.get_base_model().config.save_pretrained(tmp_path / "huggingface")
+    assert not json.loads((tmp_path / "adapter_config.json").read_text())["fan_in_fan_out"]
+    export_checkpoint(tmp_path / "model.pt", tmp_path / "out")
+    written, expected = load_file(tmp_path / "out" / "model.safetensors"), merged_tensors(model)
+    # PEFT's merge into the head goes into the embedding that is tied to it, too.
+    expected["transformer.wte.weight"] = model.state_dict()["base_model.model.transformer.wte.weight"]
+    assert written.keys() == expected.keys()
+    assert [name for name in written if not torch.equal(written[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("kind", ["plain", "embeddings", "dora", "saved", "biases", "experts"])

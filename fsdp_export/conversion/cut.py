@@ -12,7 +12,7 @@ from ..spec import TensorInfo, TensorSpec
 from ..steps import Part, Piece, Step, row_step
 from .trace import ConvertDict, Traced, checked, meta_tensors, trace
 
-__all__ = ["Conversion"]
+__all__ = ["CastOf", "Conversion"]
 
 CastOf = Callable[[TensorInfo], "torch.dtype | None"]
 

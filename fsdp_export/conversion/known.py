@@ -88,8 +88,8 @@ class KnownTensors:
         of_modules = [name for name in saved if name not in found]
         if not of_modules:
             return []
-        form = self._form.inputs
-        of_hub = [name for name in form if name not in found and not {*form[name]}.isdisjoint(saved)]
+        form, saved_names = self._form.inputs, frozenset(saved)
+        of_hub = [name for name in form if name not in found and not saved_names.isdisjoint(form[name])]
         return min(of_modules, of_hub, key=len)
 
     @property

@@ -107,7 +107,8 @@ class PeftState:
         Args:
             config: PEFT's config of the adapter.
             device: Where to merge.
-            are_transposed: Tells of a module of the base model whether it has experts whose weights are transposed.
+            are_transposed: Tells of a module of the base model whether its weight, or those of its experts, are
+                transposed; None where that is not known.
 
         Raises:
             SourceError: Something cannot be merged.
@@ -149,12 +150,16 @@ class PeftState:
         weight = self._weight(root)
         if weight is not None:
             scaling = self._scaling(config, root, self._specs[first].shape[0])
+            # PEFT keeps one flag for all layers, that of the last one, where a model has linear ones of both kinds.
+            is_transposed = are_transposed(root)
+            if is_transposed is None:
+                is_transposed = bool(config.get("fan_in_fan_out"))
             factors = Factors(
                 first,
                 second,
                 scaling,
                 parts.get("lora_magnitude_vector"),
-                is_transposed=is_embedding or bool(config.get("fan_in_fan_out")),
+                is_transposed=is_embedding or is_transposed,
                 is_embedding=is_embedding,
             )
             yield weight_update(self._specs, weight, factors, self._file)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from hf_folders import write
+from hub_folders import add_old_rope
 from ranks import run_ranks
 from refused.shapes import EMBEDDING, HEAD, REFUSED, Maker, half_resized_vocabulary, transposed_weight
 from safetensors.torch import load_file
@@ -126,7 +127,9 @@ def test_a_checkpoint_in_either_form_raises_no_objection(kind: str, form: str, t
 @pytest.mark.parametrize("num_rows", [40, 24], ids=["grown", "shrunk"])
 def test_a_resized_vocabulary_edits_the_config(kind: str, num_rows: int, tmp_path: Path) -> None:
     model = MODELS[kind]()
-    config, _ = saved(model, tmp_path / "base")
+    saved(model, tmp_path / "base")
+    add_old_rope(tmp_path / "base" / "config.json")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
     model.resize_token_embeddings(num_rows)
     _, tensors = saved(model, tmp_path / "trained")
 

@@ -310,17 +310,22 @@ def test_a_tensor_in_both_forms_is_refused():
 
 
 @core
-def test_a_part_of_what_is_written_as_one_is_refused():
-    names = shapes(hub_model("dinov2").state_dict())
-    del names["encoder.layer.1.mlp.up_proj.weight"]
+def test_a_part_of_what_is_written_as_one_is_refused_unless_it_is_left_out(tmp_path):
+    model, joined = hub_model("dinov2"), "encoder.layer.1.mlp.weights_in.weight"
+    model.save_pretrained(tmp_path / "theirs")
+    tensors = dict(model.state_dict())
+    del tensors["encoder.layer.1.mlp.up_proj.weight"]
+    torch.save(tensors, tmp_path / "model.pt")
     with pytest.raises(PlanError) as caught:
-        stored(hub_model("dinov2"), names)
+        export_checkpoint(tmp_path / "model.pt", tmp_path / "out", base_model=tmp_path / "theirs")
     assert str(caught.value) == (
-        "a tensor of which a part is missing for 'encoder.layer.1.mlp.weights_in.weight' in ckpt: expected 2 tensors: "
+        f"a tensor of which a part is missing for '{joined}' in {tmp_path}: expected 2 tensors: "
         "encoder.layer.1.mlp.gate_proj.weight, encoder.layer.1.mlp.up_proj.weight, found "
-        "encoder.layer.1.mlp.gate_proj.weight. Leave what there is out with --exclude "
-        "encoder.layer.1.mlp.weights_in.weight."
+        f"encoder.layer.1.mlp.gate_proj.weight. Leave what there is out with --exclude {joined}."
     )
+    export_checkpoint(tmp_path / "model.pt", tmp_path / "out", base_model=tmp_path / "theirs", exclude=[joined])
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
+    assert theirs.keys() - ours.keys() == {joined}
 
 
 @core
