@@ -49,7 +49,7 @@ def main() -> None:
     rows = []
     for num_tensors, num_ranks in _CASES:
         command = [sys.executable, __file__, "--case", f"{num_tensors},{num_ranks}"]
-        runs = [json.loads(subprocess.check_output(command)) for _ in range(options.repeats)]  # noqa: S603
+        runs = [json.loads(subprocess.check_output(command)) for _ in range(options.repeats)]
         row = summary("ours", f"{num_tensors:,} tensors, rank 0 of {num_ranks:,}", runs, runs)
         rows.append({**row, "walk_microseconds": min(run["walk_microseconds"] for run in runs)})
     facts = {"title": "Planning", "memory": "host memory", "machine": machine(), "torch": torch.__version__}
