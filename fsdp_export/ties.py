@@ -80,9 +80,7 @@ def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView |
     return LiveTies(aliases, broken, bool(outputs & (aliases.keys() - declared.keys())), sorted(ended))
 
 
-def _changed_alike(
-    own: Mapping[str, object], named: Mapping[str, object], view: LoraView
-) -> dict[str, torch.Tensor]:
+def _changed_alike(own: Mapping[str, object], named: Mapping[str, object], view: LoraView) -> dict[str, torch.Tensor]:
     """Return one tensor, whichever, for all names of a parameter to which the same adapters do the same."""
     alike: dict[tuple[object, ...], list[str]] = {}
     for base, updates in view.updates.items():
