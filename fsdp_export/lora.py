@@ -16,7 +16,7 @@ from .conversion.lora_view import LoraView
 from .conversion.peft import inspect_lora, lora_names
 from .conversion.peft_names import parse
 from .conversion.peft_states import PeftState, find_peft_state
-from .errors import SourceError, UsageError
+from .errors import SourceError, UsageError, listing
 from .sidecars.lora import ADAPTER_CONFIG, lora_config, lora_sidecars
 from .sidecars.sidecar import Sidecars
 from .sources.stored import StoredSource
@@ -84,6 +84,7 @@ def merged_view(source: StoredSource, state: PeftState, twin: nn.Module | None, 
     adapter = inspect_lora(state.adapter_tensors(), source.folder or "")
     path, config = lora_config(source.folder, adapter)
     notes.append(f"{adapter} merged into the weights, with lora_alpha {config['lora_alpha']} of {path}")
+    notes += _notes_on_others(state)
     if path.name != ADAPTER_CONFIG:
         notes.append(f"{path.name} does not tell use_rslora and alpha_pattern: they count as off")
     modules = dict(twin.named_modules()) if twin is not None else {}
@@ -133,8 +134,13 @@ def _reduced(source: StoredSource, state: PeftState) -> StoredLora:
     names = state.adapter_names(str(config.get("bias", "none")))
     num_left_out = len(source.specs) - len(names)
     source.rename(names)
-    notes = [f"{num_left_out:,} tensors are not of the adapter and left out"]
+    notes = [f"{num_left_out:,} tensors are not of the adapter and left out", *_notes_on_others(state)]
     return StoredLora(is_adapter=True, state=None, notes=notes)
+
+
+def _notes_on_others(state: PeftState) -> list[str]:
+    others = listing(map(repr, state.other_adapters))
+    return [f"of several adapters {state.adapter!r} is taken, and left out: {others}"] if others else []
 
 
 def _name_as_lora(source: StoredSource) -> tuple[bool, list[str]]:

@@ -49,8 +49,8 @@ class LiveTies:
 def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView | None = None) -> LiveTies:
     """Find the ties of a module, or of the model that PEFT's adapters are merged into. Local; no value is looked at.
 
-    A tie holds between tensors that stay as they are. What is tied to one that an adapter changes or replaces has
-    values of its own from then on, as it had in training.
+    A tie holds between tensors that stay as they are, or that the same tensors of an adapter change in the same way.
+    What is tied to one that an adapter changes or replaces has values of its own from then on, as it had in training.
 
     Args:
         model: The module.
@@ -66,7 +66,7 @@ def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView |
         own = {base: named[spec.name] for base, spec in view.origins.items()}
         unchanged = {base: value for base, value in own.items() if base not in view.updates}
         changed = {id(named[name]) for name in named.keys() - {view.origins[base].name for base in unchanged}}
-        named = {base: unchanged.get(base) for base in own}
+        named = {base: unchanged.get(base) for base in own} | _changed_alike(own, named, view)
     aliases = find_aliases(named, model if peft is None else peft.base)
     declared: dict[str, str] = {}
     outputs: set[str] = set()
@@ -88,6 +88,17 @@ def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView |
     ended = {*distinct.keys() - broken.keys()}
     ended |= {name for name, value in named.items() if id(value) in changed} - {*broken, *broken.values()}
     return LiveTies(aliases, broken, bool(outputs & (aliases.keys() - declared.keys())), sorted(ended))
+
+
+def _changed_alike(own: Mapping[str, object], named: Mapping[str, object], view: LoraView) -> dict[str, torch.Tensor]:
+    """Return one tensor, whichever, for all names of a parameter to which the same adapters do the same."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for base, updates in view.updates.items():
+        made_of = (id(named[spec.name]) for update in updates for spec in (*update.by_unit, *update.whole))
+        how = ((update.form, update.scaling, update.tokens, update.rounds) for update in updates)
+        alike.setdefault((id(own[base]), *made_of, *how), []).append(base)
+    groups = [(bases, torch.empty(0)) for bases in alike.values() if len(bases) > 1]
+    return {base: shared for bases, shared in groups for base in bases}
 
 
 def equal_ties(source: Source, ties: LiveTies, operation: Operation, specs: Mapping[str, TensorSpec]) -> dict[str, str]:

@@ -12,11 +12,13 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from lora_folders import peft_model, record
 from models import shard
-from peft_models import MODELS, draw, gpt2, merged_tensors, quiet, with_lora
+from peft import LoraConfig, get_peft_model
+from peft_models import MODELS, draw, gpt2, llama, merged_tensors, quiet, with_lora
 from rank_folders import save_as_verl
 from ranks import run_ranks
 from refused.peft_states import REFUSED, Maker
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from fsdp_export import export_checkpoint
 from fsdp_export.cli import main
@@ -133,6 +135,33 @@ def test_patterns_and_dtypes_are_of_the_merged_model(tmp_path):
     for name, tensor in written.items():
         assert name.startswith("model.layers.0.")
         assert torch.equal(tensor, expected[name].bfloat16())
+
+
+@pytest.mark.parametrize("lora", ["merge", "adapter"])
+def test_which_of_several_adapters_is_taken_is_told(lora, tmp_path):
+    model = with_lora("plain")
+    with quiet():
+        model.add_adapter("other", model.peft_config["default"])
+        model.set_adapter("other")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    report = export_checkpoint(tmp_path / "model.pt", tmp_path / "out", lora=lora)
+    assert "of several adapters 'default' is taken, and left out: 'other'" in report.notes
+
+
+def test_a_tied_head_that_peft_adapts_with_its_embedding_is_merged(tmp_path):
+    """PEFT's config lists the embedding alone, and PEFT merges both into the one weight that they share."""
+    with quiet():
+        config = LoraConfig(r=2, target_modules=["embed_tokens"], ensure_weight_tying=True)
+        model = get_peft_model(llama(tied=True), config).eval()
+    draw(model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    model.get_base_model().config.save_pretrained(tmp_path / "huggingface")
+    export_checkpoint(tmp_path / "model.pt", tmp_path / "out")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
 
 
 def test_the_command_tells_what_it_merged(tmp_path):

@@ -74,6 +74,10 @@ class PeftState:
         specs: The tensors.
         file: Where they come from, for messages.
 
+    Attributes:
+        adapter: What that is called; empty where names do not tell.
+        other_adapters: Those that do not count.
+
     Raises:
         UsageError: There are several adapters, and none is called default.
         SourceError: There are adapters of another kind.
@@ -83,7 +87,9 @@ class PeftState:
         self._specs, self._file = {spec.name: spec for spec in specs}, file
         self._parsed = {name: parse(name) for name in self._specs}
         refuse_kind(self._of_other_kinds(), file, "Keep the names that the tensors have with --lora keep")
-        self.adapter = chosen_adapter({parts.adapter for parts in self._parsed.values() if parts.adapter}, file)
+        adapters = {parts.adapter for parts in self._parsed.values() if parts.adapter}
+        self.adapter = chosen_adapter(adapters, file)
+        self.other_adapters = sorted(adapters - {self.adapter})
         self._names = {name: self._base_name(name) for name in self._specs}
         self._refuse_two_of_a_name()
 

@@ -104,7 +104,7 @@ def _notes_on_names(
         return [f"LoRA is not merged: {class_name} will not load these names; call merge_and_unload() before saving"]
     missing, unknown = known.missing(all_names), known.unknown(written)
     num_known = sum(known.find(name) is not None for name in all_names)
-    if num_known * 2 < len(all_names):
+    if missing and num_known * 2 < len(all_names):
         way_out = "--adapter converts names, and --prefix leaves out how they begin"
         facts = f"found {listing(unknown, 2)}, expected {listing(missing, 2)}"
         how_many = "none" if not num_known else f"only {num_known:,} of {len(all_names):,}"

@@ -8,6 +8,7 @@ a twin of the model that has the classes of before. Version 4 renames the parts 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from torch import nn
 from ..errors import PlanError, listing
 from ..spec import Sharding, TensorSpec
 from ..steps import Step
+from .aliases import unsaved_names
 from .cut import CastOf, Conversion
 from .peft_module import PeftModule, base_twins
 from .trace import ConvertDict, Traced, checked, meta_tensors, trace
@@ -216,7 +218,8 @@ def convert_live(model: nn.Module, specs: Sequence[TensorSpec], peft: PeftModule
 def convert_stored(hub: HubForm, specs: Sequence[TensorSpec], folder: Path | None) -> HubConversion:
     """Plan what `save_pretrained` would make of the tensors of a checkpoint, and their order.
 
-    What has a name of the hub already, and none of a module, stays as it is.
+    What has a name of the hub already, and none of a module, stays as it is. Tables that the class computes anew are
+    left out. One value has the shape of the class: FSDP2 takes no 0-dim parameter, and transformers no other one.
 
     Args:
         hub: The form that the model of its config has.
@@ -227,16 +230,24 @@ def convert_stored(hub: HubForm, specs: Sequence[TensorSpec], folder: Path | Non
         PlanError: As `HubConversion`; or two tensors get one name.
     """
     position = {name: index for index, name in enumerate(hub.inputs)}
+    left_out = unsaved_names(hub.twin)
+    specs = [spec for spec in specs if spec.name not in left_out]
     names = {spec.name for spec in specs}
     stays = names if names <= position.keys() else position.keys() - hub.own.keys()
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         outputs = dict(hub.convert({name: tensor for name, tensor in tensors.items() if name not in stays}))
         _add(outputs, {name: tensor for name, tensor in tensors.items() if name in stays})
-        return {name: outputs[name] for name in sorted(outputs, key=lambda name: position.get(name, len(position)))}
+        ordered = sorted(outputs, key=lambda name: position.get(name, len(position)))
+        return {name: _shaped_as(hub.shapes.get(name), outputs[name]) for name in ordered}
 
     marked = [replace(spec, is_buffer=True) if spec.name in hub.buffers else spec for spec in specs]
     return HubConversion(convert, marked, class_name=hub.class_name, folder=folder, hub=hub)
+
+
+def _shaped_as(shape: tuple[int, ...] | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Return one value in the shape that it should have, and all else as it is."""
+    return tensor.reshape(shape) if shape is not None and tensor.numel() == math.prod(shape) == 1 else tensor
 
 
 def _remember_prefixes(twin: Any, names: frozenset[str]) -> None:

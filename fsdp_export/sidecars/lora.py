@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..conversion.peft import LoraAdapter, parents
+from ..conversion.peft_names import is_embedding
 from ..errors import SourceError, listing
 from ..paths import is_folder
 from .config_json import Edits, edit_json
@@ -180,6 +181,8 @@ def _check(known: _Known, adapter: LoraAdapter, otherwise: str = _TENSORS_ALONE)
     ends = set(map(str, targets)) if isinstance(targets, list) else set()
     for module in adapter.ranks if ends else ():
         segments = module.split(".")
+        if values.get("ensure_weight_tying") and is_embedding(module):  # PEFT has adapted what is tied to a target too
+            continue
         if all(".".join(segments[first:]) not in ends for first in range(len(segments))):
             raise SourceError(_NOT_ITS, name=module, file=known.path, found=f"targets {listing(ends)}", fix=another)
 

@@ -265,6 +265,26 @@ def test_missing_experts_have_the_names_of_the_checkpoints_form(tmp_path):
     assert compare(shapes, config).notes == [f"Qwen3MoeForCausalLM has 1 tensor that the checkpoint lacks: {lost}"]
 
 
+def test_experts_of_which_some_are_there_are_not_missing(tmp_path):
+    """A checkpoint that is converted has them in the hub's form, and its config may count another layer."""
+    config, tensors = saved(MODELS["qwen3-moe"](), tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    down = {name for name in shapes if ".layers.1." in name and "down_proj" in name}
+    (note,) = compare([(name, shape) for name, shape in shapes.items() if name not in down], config).notes
+    lost = "model.layers.1.mlp.experts.down_proj"
+    assert note == f"Qwen3MoeForCausalLM has 1 tensor that the checkpoint lacks: {lost}"
+    (note,) = compare(shapes.items(), {**config, "num_hidden_layers": 3}).notes
+    assert note.startswith("Qwen3MoeForCausalLM has 11 tensors that the checkpoint lacks: model.layers.2.input_")
+    assert ".layers.0." not in note
+    assert ".layers.1." not in note
+
+
+def test_a_config_of_far_fewer_layers_says_which_it_does_not_know():
+    shapes = shapes_of({**LLAMA, "num_hidden_layers": 8})
+    (note,) = compare(shapes.items(), {**LLAMA, "num_hidden_layers": 1}).notes
+    assert note.startswith("LlamaForCausalLM does not know 63 tensors of the checkpoint: model.layers.1.input_")
+
+
 def test_a_misshapen_expert_of_the_hubs_form_is_refused(tmp_path):
     config, tensors = saved(MODELS["qwen3-moe"](), tmp_path)
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -86,6 +86,29 @@ def test_a_model_live_and_from_disk_is_what_save_pretrained_writes(kind, tmp_pat
     assert_loads_as(model, tmp_path / "live-5GB")
 
 
+def clip() -> Any:
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = {"vocab_size": 33, **sizes}, {"image_size": 8, "patch_size": 4, **sizes}
+    config: Any = transformers.CLIPConfig
+    return transformers.CLIPModel(config(text_config=text, vision_config=vision, projection_dim=8))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hub"])
+def test_one_value_gets_back_the_shape_of_its_class(kind, tmp_path):
+    """FSDP2 takes no 0-dim parameter, and `from_pretrained` no other one."""
+    model = clip()
+    model.save_pretrained(tmp_path / "theirs")
+    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+    if kind == "hub":
+        model.save_pretrained(tmp_path / "step-1")
+    else:
+        save(tmp_path / "step-1", model.state_dict())
+    export_checkpoint(tmp_path / "step-1", tmp_path / "out", base_model=tmp_path / "theirs", fsync=False, verify=True)
+    assert differing(tmp_path / "out", tmp_path / "theirs") == []
+    loaded = transformers.CLIPModel.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.logit_scale, model.logit_scale[0])
+
+
 def wrapped(model: Any, wrap: str) -> Any:
     """Shard a model as a whole, or every layer and every model in it too, compiled and checkpointed."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
