@@ -52,8 +52,10 @@ class _Bucket:
         """Wait for the device, and tie the memory to the stream of the consumer as well."""
         if self.event is not None:
             operation.wait(self.event.query)
-            for tensor in self.tensors:
-                tensor.record_stream(_current_stream(tensor.device))
+            if self.tensors:
+                consumer = _current_stream(self.tensors[0].device)
+                for tensor in self.tensors:
+                    tensor.record_stream(consumer)
         return self
 
     def pieces(self) -> Iterator[Piece]:
