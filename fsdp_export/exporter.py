@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cached_property, partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -24,11 +25,14 @@ from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
 from .names import select
+from .pending import PendingSave, finish_latest, start, wait_for_latest, write_staged
 from .plan import Plan
-from .sidecars.collect import Sidecars, from_model, has_config
+from .sidecars.collect import Sidecars, add_tokenizer, from_model, has_config
 from .sidecars.lora import live_lora_sidecars
 from .sinks.base import Delivery, Sink
+from .sinks.host_memory import host_memory
 from .sinks.huggingface import Report, folder_sink
+from .sinks.staged import StagedSink, Staging, check_staging, prepare
 from .sources.base import Source
 from .sources.live import LiveSource, find_ranks
 from .spec import TensorSpec
@@ -103,6 +107,7 @@ class Exporter:
         self._bucket_bytes = bucket_bytes
         ranks, rank = find_ranks(model) if isinstance(model, nn.Module) else (model.ranks, model.rank)
         self._fence = Fence(ranks, rank, timeout=timeout)
+        self._background = partial(Fence, ranks, rank, timeout=timeout, is_background=True)
 
     @cached_property
     def source(self) -> Source:
@@ -195,8 +200,13 @@ class Exporter:
         Raises:
             ExportError: Something failed on some rank; the same error is raised on all.
         """
+        self._send(sink, "Exporter.send", delivered=delivered, gather_all=gather_all)
+
+    def _send(self, sink: Sink, what: str, *, gather_all: bool, delivered: Delivered, is_save: bool = False) -> None:
         try:
-            with self._fence.operation("Exporter.send") as operation, closing(self.source) as source:
+            with self._fence.operation(what) as operation, closing(self.source) as source:
+                if is_save:
+                    finish_latest()
                 self._prepare(operation, sink.delivery, gather_all=gather_all)
                 run(
                     self.plan,
@@ -211,10 +221,21 @@ class Exporter:
             sink.abort()
             raise
 
-    def save(
+    @overload
+    def save(self, path: str | PathLike[str], *, blocking: Literal[True] = True, **choices: Any) -> Report: ...
+
+    @overload
+    def save(self, path: str | PathLike[str], *, blocking: Literal[False], **choices: Any) -> PendingSave: ...
+
+    @overload
+    def save(self, path: str | PathLike[str], *, blocking: bool, **choices: Any) -> Report | PendingSave: ...
+
+    def save(  # type: ignore[misc]  # the overloads stand for these options too
         self,
         path: str | PathLike[str],
         *,
+        blocking: bool = True,
+        staging: Staging = "auto",
         format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
         max_shard_size: int | str = "5GB",
         tokenizer: object | None = None,
@@ -222,36 +243,43 @@ class Exporter:
         fsync: bool = True,
         delivered: Delivered = lambda _: None,
         gather_all: bool = False,
-    ) -> Report:
+    ) -> Report | PendingSave:
         """Write a checkpoint folder: the old one stays until the new one is complete. Collective.
 
         What a rank holds it writes itself, without a gather. Peak memory: two buckets on the device for what no rank
-        holds whole, and a fixed ring of host memory.
+        holds whole, and a fixed ring of host memory; with `blocking=False` what this rank writes, until it is written.
+        A save waits for the one before it, and raises its error if nobody waited for that.
 
         Args:
             path: The folder. Other files in it are left alone; an earlier export of ours is replaced.
+            blocking: False to take the values, return, and write on a thread that uses no collective.
+            staging: Where values that are on the device wait: `"device"`, there; `"host"`, in pinned memory, which is
+                kept for the next save; `"auto"`, on the device if it has memory that was never used.
             format: `"hf"` (`model*.safetensors`, index, config, tokenizer), `"safetensors"` (one file), or `"auto"`:
                 hf when the model has a config.
             max_shard_size: Bytes per file for `"hf"`, a number or decimal like `"5GB"`.
             tokenizer: A tokenizer or processor to save with the model.
             overwrite: Whether weights in the folder that we did not write may be replaced.
-            fsync: Whether to return only when the disk has the bytes.
-            delivered: As in `send`.
+            fsync: Whether to wait until the disk has the bytes.
+            delivered: As in `send`; called from the thread that writes.
             gather_all: As in `send`.
 
         Returns:
-            What was written; on ranks other than the first without the names of removed files.
+            What was written; on ranks other than the first without the names of removed files. With `blocking=False`
+            a handle that returns it.
 
         Raises:
             ExportError: As `send`; the earlier checkpoint is intact.
         """
+        check_staging(staging)
         if not isinstance(self._model, nn.Module):
             raise UsageError("save() needs a module", fix="Use send() with a sink, or export_checkpoint()")
         sink = folder_sink(
             Path(path),
             format=format,
             has_config=has_config(self._described),
-            sidecars=self._sidecars(tokenizer),
+            sidecars=self._sidecars(),
+            tokenizer=partial(add_tokenizer, tokenizer=tokenizer),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
@@ -259,13 +287,43 @@ class Exporter:
             is_lora=self.lora_view is not None and self.lora_view.kind == "adapter",
         )
         started = time.perf_counter()
-        self.send(sink, delivered=delivered, gather_all=gather_all)
-        return sink.report(self.plan, time.perf_counter() - started)
+        if blocking:
+            self._send(sink, "Exporter.send", gather_all=gather_all, delivered=delivered, is_save=True)
+            return sink.report(self.plan, time.perf_counter() - started)
+        # Made here, since the process group may be gone by the time that it is used.
+        fence, staged = self._background(), StagedSink(sink, staging)
+        what = "Exporter.save(blocking=False)"
+        self._send(staged, what, gather_all=gather_all, delivered=lambda _: None, is_save=True)
+        return start(sink, partial(write_staged, staged, sink, self.plan, fence, delivered=delivered, started=started))
 
-    def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
+    def prepare(self, *, staging: Staging = "auto") -> None:
+        """Begin to get the host memory ready that `save(blocking=False)` will take, on a thread. Local.
+
+        Without this the first such save takes memory that is not pinned yet, and is slower than those that follow.
+
+        Args:
+            staging: As for `save`.
+        """
+        check_staging(staging)
+        assert isinstance(self._model, nn.Module)
+        are_offloaded = any(parameter.device.type == "cpu" for parameter in self._model.parameters())
+        prepare(self.plan, self.source.device, staging, are_offloaded=are_offloaded)
+
+    def release(self) -> None:
+        """Give back the host memory that is kept for `save(blocking=False)`, of all exporters of the process. Local.
+
+        Waits for a save in progress.
+        """
+        wait_for_latest()
+        host_memory().release()
+
+    def _sidecars(self) -> Callable[[], Sidecars]:
+        find: Callable[[Any], Sidecars] = from_model
         if self._peft is not None and self._lora == "adapter":
-            return partial(live_lora_sidecars, self._peft.config, self._described, tokenizer=tokenizer)
-        return partial(from_model, self._described, tokenizer=tokenizer)
+            find = partial(live_lora_sidecars, self._peft.config)
+        # A sink may outlive the module.
+        described = weakref.ref(self._described)
+        return lambda: find(described())
 
     @property
     def bucket_bytes(self) -> int:

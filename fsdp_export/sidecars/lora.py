@@ -18,7 +18,7 @@ from torch import nn
 
 from ..conversion.peft import LoraAdapter, parents
 from ..errors import SourceError, listing
-from .collect import Sidecar, Sidecars, add_tokenizer, read_config
+from .collect import Sidecar, Sidecars, read_config
 from .config_json import Edits, edit_json
 from .live_config import model_class
 from .origins import CONFIG, GENERATION_CONFIG, levels
@@ -98,13 +98,12 @@ def lora_sidecars(
     return sidecars
 
 
-def live_lora_sidecars(config: Any, base: nn.Module, *, tokenizer: object | None = None) -> Sidecars:
-    """Decide on the sidecars of an adapter of a live model: PEFT's config, as PEFT writes it, and the tokenizer.
+def live_lora_sidecars(config: Any, base: nn.Module) -> Sidecars:
+    """Decide on the sidecars of an adapter of a live model: PEFT's config, as PEFT writes it.
 
     Args:
         config: PEFT's config of the adapter; left as it is.
         base: The model that the adapter is for.
-        tokenizer: A tokenizer or processor to save with it.
     """
     content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     content["inference_mode"] = True
@@ -114,7 +113,6 @@ def live_lora_sidecars(config: Any, base: nn.Module, *, tokenizer: object | None
         content["auto_mapping"] = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     text = json.dumps(content, indent=2, sort_keys=True)
     sidecars = Sidecars([Sidecar(ADAPTER_CONFIG, "made of the live config", text.encode())])
-    add_tokenizer(sidecars, tokenizer)
     if not content["base_model_name_or_path"]:
         sidecars.missing.append(f"base_model_name_or_path in {ADAPTER_CONFIG}: the config has none")
     return sidecars

@@ -59,6 +59,7 @@ class FileSink(Sink):
         layouts: The weight files of the last export.
         written: Names and sizes of all its files; on the first rank.
         removed: Names of earlier files that the last export removed; on the first rank.
+        write_bytes: Bytes of rows on the CPU that are written at a time.
     """
 
     delivery: Delivery = "once"
@@ -79,6 +80,7 @@ class FileSink(Sink):
         self.removed: list[str] = []
         self.written: dict[str, int] = {}
         self.fsync = fsync
+        self.write_bytes = _WRITE_BYTES
         self._lay_out_files, self._provenance = lay_out_files, dict(provenance or {})
         self._overwrite = overwrite
         self._plan: Plan | None = None
@@ -144,7 +146,7 @@ class FileSink(Sink):
         path, file, offset = self._place(piece.info, piece.first_row, tensor.nbytes)
 
         if tensor.device.type == "cpu":
-            _write_all(file, path, bytes_of(tensor).numpy().data, offset, _WRITE_BYTES)
+            _write_all(file, path, bytes_of(tensor).numpy().data, offset, self.write_bytes)
             return
 
         def write(data: memoryview, at: int) -> None:
