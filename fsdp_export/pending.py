@@ -110,7 +110,6 @@ def start(sink: HuggingFaceSink, write: Callable[[], Report]) -> PendingSave:
         write: What remains to be done, on a thread.
     """
     global _latest  # noqa: PLW0603  there is one main thread, and one save behind it
-    _watch_the_end()
     assert _latest is None or _latest.done()
     sink.write_bytes = _WRITE_BYTES_BESIDE_GPUS if torch.accelerator.is_available() else _WRITE_BYTES
     _latest = PendingSave(sink.folder, write)
@@ -171,12 +170,6 @@ def _forget() -> None:
     _latest = None
 
 
-_is_watched = False
-
-
-def _watch_the_end() -> None:
-    global _is_watched  # noqa: PLW0603
-    if not _is_watched:
-        _is_watched = True
-        before_threads_end(_finish_at_the_end)
-        os.register_at_fork(after_in_child=_forget)
+# Registered after the pools of threads, which `walk` imports: so it comes before them.
+before_threads_end(_finish_at_the_end)
+os.register_at_fork(after_in_child=_forget)

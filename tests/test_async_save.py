@@ -97,7 +97,7 @@ def trained(steps: int) -> tuple[nn.Module, Callable[[nn.Module], None]]:
 def test_values_are_those_of_the_call_whatever_the_optimizer_does_next(layout, dtype, tmp_path):
     def check() -> None:
         gate = Gate()
-        model = shard(tiny(), layout, 2)
+        model: Any = shard(tiny(), layout, 2)
         exporter, step = Exporter(model, dtype=dtype, bucket_bytes=200), trained(0)[1]
         for number in range(3):
             handle = save_later(exporter, tmp_path / str(number))
@@ -203,7 +203,7 @@ def test_what_is_known_at_the_call_is_raised_there(folder, tmp_path):
 
     def check() -> None:
         exporter = Exporter(shard(layered(), "1d", 2))
-        with pytest.raises(UsageError, match="no such staging: expected auto, device or host, found gpu"):
+        with pytest.raises(UsageError, match="no such staging: expected auto, device or host, found 'gpu'"):
             save_later(exporter, folder, staging="gpu")
         with pytest.raises(UsageError, match="no such format"):
             exporter.save(folder, blocking=False, format="onnx")

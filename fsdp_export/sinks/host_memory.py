@@ -8,11 +8,11 @@ import threading
 
 import torch
 
-from ..compat import pin, unpin
+from ..compat import before_threads_end, pin, unpin
 
 __all__ = ["HostMemory", "host_memory"]
 
-SLAB_BYTES = 256 << 20
+_SLAB_BYTES = 256 << 20
 _TOUCH_BYTES = 16 << 20
 _ALIGNMENT = 64
 
@@ -84,7 +84,7 @@ class HostMemory:
                 self._offset += -(-size // _ALIGNMENT) * _ALIGNMENT
                 return room
             self._position, self._offset = self._position + 1, 0
-        self._slabs.append(_Slab(max(SLAB_BYTES, row_bytes)))
+        self._slabs.append(_Slab(max(_SLAB_BYTES, row_bytes)))
         return self.take(row_bytes, num_bytes)
 
     def end(self) -> None:
@@ -98,11 +98,13 @@ class HostMemory:
             num_bytes: Bytes that the next use needs; what is there already counts.
             device: From where copies will come; memory for a CPU is not pinned.
         """
-        if self._preparing is None or not self._preparing.is_alive():
-            self._preparing = threading.Thread(
-                target=self._prepare, args=(num_bytes, device), name="fsdp-export-prepare", daemon=False
-            )
-            self._preparing.start()
+        self._preparing = threading.Thread(
+            target=self._prepare,
+            args=(self._preparing, num_bytes, device),
+            name="fsdp-export-prepare",
+            daemon=False,
+        )
+        self._preparing.start()
 
     def wait(self) -> None:
         """Wait until everything is prepared."""
@@ -119,14 +121,16 @@ class HostMemory:
                 self._slabs.clear()
                 self._is_refused = False
 
-    def _prepare(self, num_bytes: int, device: torch.device) -> None:
+    def _prepare(self, earlier: threading.Thread | None, num_bytes: int, device: torch.device) -> None:
+        if earlier is not None:
+            earlier.join()
         position = 0
         while not self._is_used and (position < len(self._slabs) or self.num_bytes < num_bytes):
             with self._changing:
                 if self._is_used:
                     return
                 if position == len(self._slabs):
-                    self._slabs.append(_Slab(min(SLAB_BYTES, num_bytes - self.num_bytes)))
+                    self._slabs.append(_Slab(min(_SLAB_BYTES, num_bytes - self.num_bytes)))
                     self._slabs[position].touch()
                 slab = self._slabs[position]
                 if device.type != "cpu" and not (slab.is_pinned or self._is_refused):
@@ -149,3 +153,5 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
+# Pages are unpinned before they are unmapped.
+before_threads_end(lambda: host_memory().release())

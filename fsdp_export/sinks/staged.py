@@ -38,7 +38,7 @@ def check_staging(staging: str) -> None:
         UsageError: It is none.
     """
     if staging not in {"auto", "device", "host"}:
-        raise UsageError("no such staging", expected="auto, device or host", found=staging)
+        raise UsageError("no such staging", expected="auto, device or host", found=repr(staging))
 
 
 class StagedSink(Sink):
