@@ -395,6 +395,9 @@ def test_a_forked_process_leaves_the_save_to_its_parent(tmp_path, monkeypatch):
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if not child:
+        # If it waited, it would for ever.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)
         pending.finish_latest()
         save_later(layered(), tmp_path / "child").wait()
         os._exit(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -29,14 +30,20 @@ def expected(what: str, times: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_operations_of_a_thread_and_of_the_loop_do_not_meet(store: StoreKind) -> None:
+    """One rank begins with that of the thread, the others with that of the loop."""
+
     def on_rank() -> bool:
         loop, behind = fence_of_all(is_background=False), fence_of_all(is_background=True)
         found: list[list[list[str]]] = []
-        with loop.operation("loop") as operation:
-            thread = threading.Thread(target=lambda: found.append(meet(behind, "save", 20)))
+        thread = threading.Thread(target=lambda: found.append(meet(behind, "save", 20)))
+        if dist.get_rank() == 1:
             thread.start()
+            time.sleep(0.2)
+        with loop.operation("loop") as operation:
+            if dist.get_rank() != 1:
+                thread.start()
             rounds = [operation.agree(f"loop {number} {dist.get_rank()}") for number in range(20)]
-            if dist.get_rank() == 1:
+            if dist.get_rank() == 2:
                 thread.join()
         rounds += meet(loop, "loop", 2)
         thread.join()
