@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import torch
@@ -96,9 +96,7 @@ class StagedSink(Sink):
 
     def close(self) -> None:
         """Wait until everything is copied: what the module holds may change from now on."""
-        self._threads.close()
-        while self._streams:
-            self._streams.pop().synchronize()
+        self._settle()
         if self._device is not None and self._device_bytes:
             _staged_before[self._device] = self._device_bytes
 
@@ -107,9 +105,8 @@ class StagedSink(Sink):
 
     def abort(self) -> None:
         """Drop what was copied, and abort the other sink."""
-        self._threads.close()
-        while self._streams:
-            self._streams.pop().synchronize()
+        with suppress(RuntimeError):  # of a device that is lost
+            self._settle()
         self.sink.abort()
         self.release()
 
@@ -135,6 +132,11 @@ class StagedSink(Sink):
             host_memory().end()
             if self._device is not None and self._is_short_of_pinned:
                 host_memory().prepare(0, self._device)
+
+    def _settle(self) -> None:
+        self._threads.close()
+        while self._streams:
+            self._streams.pop().synchronize()
 
     def _beside_training(self) -> AbstractContextManager[object]:
         """Enter the device, and a stream of its own: other work there is neither waited for nor kept waiting."""
