@@ -43,6 +43,7 @@ def save_checkpoint(
     blocking: bool = True,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     dtype: str | torch.dtype = "keep",
+    keep_dtype: Sequence[str] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: Any = None,
@@ -57,7 +58,8 @@ def save_checkpoint(
         path: The folder. The old checkpoint in it stays until the new one is complete.
         blocking: False to take the values, return, and write while training goes on; see `Exporter.save`.
         state_dict: Other values under the module's names; see `Exporter`.
-        dtype: What floating tensors are cast to, or `"keep"`.
+        dtype: What floating tensors are cast to, or `"keep"`; see `Exporter`.
+        keep_dtype: Patterns of names whose tensors are not cast.
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
         adapter: Turns the module's names and tensors into those of the checkpoint; see `Exporter`.
@@ -78,6 +80,7 @@ def save_checkpoint(
         model,
         state_dict=state_dict,
         dtype=dtype,
+        keep_dtype=keep_dtype,
         include=include,
         exclude=exclude,
         adapter=adapter,
@@ -94,6 +97,7 @@ def export_checkpoint(
     base_model: str | PathLike[str] | None = None,
     prefix: str | None = None,
     dtype: str | torch.dtype = "keep",
+    keep_dtype: Sequence[str] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: Any = None,
@@ -112,6 +116,7 @@ def export_checkpoint(
         base_model: Where config, tokenizer and code come from: a folder or a hub id.
         prefix: Export what lies below this prefix; default: found by itself.
         dtype: What floating tensors are cast to; `"keep"`, or `"auto"` for the base config's dtype where it narrows.
+        keep_dtype: Patterns of names whose tensors are not cast.
         include: Patterns of names to export.
         exclude: Patterns of names to leave out.
         adapter: Turns the checkpoint's names and tensors into those of Hugging Face; see `Exporter`. A string is
@@ -137,6 +142,7 @@ def export_checkpoint(
         base_model=base_model,
         prefix=prefix,
         dtype=dtype,
+        keep_dtype=keep_dtype,
         include=include,
         exclude=exclude,
         adapter=adapter,

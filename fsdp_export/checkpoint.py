@@ -14,9 +14,9 @@ from .fence import Fence
 from .layout import FileLayout
 from .paths import is_file
 from .publish import files_replaced_by
-from .sidecars.collect import Sidecars
+from .sidecars.sidecar import Sidecars
 from .sinks.compare import CompareSink
-from .sinks.huggingface import ADAPTER_FILE, Report, folder_layouts, folder_sink
+from .sinks.huggingface import ADAPTER_FILE, Report, fitted, folder_layouts, folder_sink
 from .sources.hf_folder import HfFolderSource
 from .sources.stored import StoredSource
 from .verification import Verification
@@ -85,7 +85,7 @@ class OpenedCheckpoint:
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance={"source": _provenance(self.source), **self._lora_provenance()},
+            provenance=self._provenance,
             is_lora=self.is_lora,
         )
         started = time.perf_counter()
@@ -119,10 +119,16 @@ class OpenedCheckpoint:
             cards = operation.agree(sink.card())
         return sink.verification(cards, time.perf_counter() - started)
 
-    def _lora_provenance(self) -> dict[str, str]:
-        view = self.exporter.lora_view
-        kind = "adapter" if self.is_lora else view.kind if view is not None else None
-        return {"lora": kind} if kind is not None else {}
+    @property
+    def fitted_sidecars(self) -> Sidecars:
+        """The sidecars, with a config that is true to the tensors."""
+        return fitted(self.sidecars, self.exporter.plan)
+
+    def _provenance(self) -> dict[str, object]:
+        facts, base = self.exporter.provenance(), self.sidecars.base_model
+        if self.has_lora and "lora" not in facts:
+            facts["lora"] = "adapter" if self.is_lora else "keep"
+        return {**facts, "base_model": base.as_json()} if base is not None else facts
 
     def _refuse_to_lack_config(self, format: str) -> None:  # noqa: A002  as above
         if self.lacks is not None and format != "safetensors":
@@ -145,9 +151,3 @@ def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
     """Open the files of an export, whatever else lies in the folder."""
     names = (ADAPTER_FILE,) if is_lora else ("model.safetensors.index.json", "model.safetensors")
     return HfFolderSource(next((folder / name for name in names if is_file(folder / name)), folder))
-
-
-def _provenance(source: StoredSource) -> str:
-    """Tell what was exported, without the places of a machine: the record may be published with the weights."""
-    parts = source.folder.absolute().parts[-2:] if source.folder is not None else ()
-    return f"{'/'.join(parts)}: {source.description}"

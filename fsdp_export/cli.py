@@ -24,8 +24,9 @@ from .sizes import is_size
 
 if TYPE_CHECKING:
     from .checkpoint import OpenedCheckpoint
-    from .sidecars.collect import Sidecars
+    from .sidecars.sidecar import Sidecars
     from .sinks.huggingface import Report
+    from .sources.stored import StoredSource
 
 __all__ = ["main"]
 
@@ -68,7 +69,10 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
         return int(value) if value.isdecimal() else value
 
 
-_OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "trust_remote_code", "lora", "device")
+_OPENING = (
+    *("base_model", "prefix", "dtype", "keep_dtype", "include", "exclude"),
+    *("adapter", "trust_remote_code", "lora", "device"),
+)
 
 
 @click.command(
@@ -95,6 +99,9 @@ _OPENING = ("base_model", "prefix", "dtype", "include", "exclude", "adapter", "t
     show_default=True,
     metavar="DTYPE",
     help="keep, bfloat16, float16, float32, or auto: the config's dtype for tensors that are wider.",
+)
+@click.option(
+    "--keep-dtype", multiple=True, metavar="PATTERN", help="Do not cast these: whole segments of a name, or a glob."
 )
 @click.option("--max-shard-size", type=_Size(), metavar="SIZE", help="Bytes per file, decimal.  [default: 5GB]")
 @click.option("--include", multiple=True, metavar="PATTERN", help="Export only these: whole segments, or a glob.")
@@ -166,7 +173,7 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             format=options["format_"],
             **{name: options[name] for name in _OPENING},
         )
-        say(f"found {_short(checkpoint.source.folder)}: {checkpoint.source.description}")
+        say(_found(checkpoint.source))
         _check_effect(checkpoint, given, options)
         writes_sidecars = options["format_"] != "safetensors"
         for note in (*(_origins(checkpoint.sidecars) if writes_sidecars else ()), *checkpoint.notes):
@@ -214,8 +221,9 @@ def _show_plan(checkpoint: OpenedCheckpoint, say: Callable[[str], None], choices
     from .table import dtype_name, plan_table
 
     outputs, files = checkpoint.exporter.plan.outputs, checkpoint.files(**choices)
-    lacks = checkpoint.sidecars.missing if choices["format"] != "safetensors" else ()
-    missing = [f"not written: {what}" for what in lacks]
+    sidecars = checkpoint.fitted_sidecars
+    lacks = [*sidecars.warnings, *(f"not written: {what}" for what in sidecars.missing)]
+    missing = lacks if choices["format"] != "safetensors" else []
     for note in missing:
         say(note)
     say(plan_table(outputs, files))
@@ -248,6 +256,11 @@ def _origins(sidecars: Sidecars) -> Iterator[str]:
             places.setdefault(sidecar.content.parents[depth - 1], []).append(sidecar.name)
     for place, names in places.items():
         yield f"from {_short(place)}: {', '.join(names)}"
+
+
+def _found(source: StoredSource) -> str:
+    others = f" of {source.num_found:,} checkpoints below" if source.num_found > 1 else ""
+    return f"found {_short(source.folder)}{others}: {source.description}"
 
 
 def _short(path: Path | None) -> str:
@@ -289,6 +302,8 @@ def _check_combination(given: Mapping[str, str], options: Mapping[str, Any]) -> 
         _refuse(given, idle, "--dry-run")
     if options["format_"] == "safetensors":
         _refuse(given, {"max_shard_size", "smoke_test"}, "--format safetensors")
+    if options["dtype"] == "keep":
+        _refuse(given, {"keep_dtype"}, "--dtype keep")
     if options["out"] is None and not options["dry_run"]:
         fix = "Give --out DIR; or --dry-run to see what would be written, or --demo --out DIR to try it"
         raise UsageError("no folder to write to", fix=fix)

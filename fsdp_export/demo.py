@@ -94,10 +94,11 @@ def _train(run: Path) -> tuple[float, float]:
         for process in ranks:
             process.join()
     finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-                process.join()
+        alive = [process for process in ranks if process.is_alive()]
+        for process in alive:  # all before one is waited for, or the others would tell of its death
+            process.kill()
+        for process in alive:
+            process.join()
     if any(process.exitcode for process in ranks):
         raise ExportError("the training of the demo failed", fix="The messages of its ranks are above")
     first, last = losses.get()

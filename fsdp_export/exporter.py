@@ -4,43 +4,40 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property, partial
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
 
 from .agreement import agree_on_plan, check_copies
-from .conversion.adapter import conversion_of
-from .conversion.aliases import unsaved_names
-from .conversion.cut import Conversion
 from .conversion.lora_view import LoraView
-from .conversion.peft_module import PeftModule, find_peft
-from .conversion.transformers import HubConversion, convert_live
+from .dtype_notes import dtype_notes, live_dtypes
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
-from .names import select
 from .pending import PendingSave, finish_latest, start, wait_for_latest, write_staged
 from .plan import Plan
-from .sidecars.collect import Sidecars, add_tokenizer, from_model, has_config
+from .planning import Planning
 from .sidecars.lora import live_lora_sidecars
+from .sidecars.of_model import from_model, has_config
+from .sidecars.sidecar import Sidecars
+from .sidecars.tokenizers import add_tokenizer
 from .sinks.base import Delivery, Sink
 from .sinks.host_memory import host_memory
 from .sinks.huggingface import Report, folder_sink
 from .sinks.staged import StagedSink, Staging, check_staging, prepare
 from .sources.base import Source
-from .sources.live import LiveSource, find_ranks
-from .spec import TensorSpec
-from .steps import copy_step
-from .ties import LiveTies, equal_ties, live_ties
+from .sources.live import find_ranks
 from .walk import Delivered, gathered_pieces, run
 
 __all__ = ["Exporter"]
+
+_T = TypeVar("_T")
 
 # Larger buckets gain nothing, neither over NVLink nor on the CPU, where they are host memory.
 _BUCKET_BYTES = 512 << 20
@@ -56,8 +53,10 @@ class Exporter:
         model: The module (FSDP2, DDP or plain), or a `Source`.
         state_dict: Other values under the module's names, for example an EMA: DTensors, or local tensors of the
             shapes of the module's own local tensors. A missing or misshapen one is an error.
-        dtype: What floating tensors are cast to: `"keep"`, a torch dtype or its name.
-        include: Patterns of names to export; see `fsdp_export.names.select`.
+        dtype: What floating tensors are cast to: `"keep"`, a torch dtype or its name. Parameters that a class of
+            transformers keeps in float32 are not cast to half of it.
+        keep_dtype: Patterns of names of the checkpoint whose tensors are not cast at all.
+        include: Patterns of names to export; see `fsdp_export.names.matching`.
         exclude: Patterns of names to leave out.
         adapter: Turns the module's names and tensors into those of the checkpoint: an object with
             `to_hf(state_dict)` or `convert_single_tensor_to_hf(name, tensor)`, such as torchtitan's. It must not look
@@ -68,6 +67,7 @@ class Exporter:
             have; `"auto"` is `"merge"`. For a `Source`: a `LoraView`. Without effect on other models.
         aliases: For a `Source`: names to leave out, and the name that stands for each.
         untied: For a `Source`: names that count as tied but are exported since their values differ.
+        in_fp32: For a `Source`: names of the checkpoint whose tensors are not cast to half of float32.
         device: Where tensors are gathered; default: this rank's device of the mesh.
         bucket_bytes: Bytes gathered at a time; at most two buckets are alive. Default: 512 MiB, 32 MiB on the CPU.
         timeout: Seconds to wait for a rank that does not call.
@@ -82,12 +82,14 @@ class Exporter:
         *,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         dtype: str | torch.dtype | DtypePolicy = "keep",
+        keep_dtype: Sequence[str] = (),
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
         adapter: Any = None,
         lora: str | LoraView = "auto",
         aliases: Mapping[str, str] | None = None,
         untied: Sequence[str] = (),
+        in_fp32: Collection[str] = (),
         device: torch.device | str | None = None,
         bucket_bytes: int | None = None,
         timeout: float = 600.0,
@@ -98,77 +100,52 @@ class Exporter:
             raise UsageError("a bucket of no size", expected="a positive number of bytes", found=bucket_bytes)
         if isinstance(lora, str) and lora not in {"auto", "merge", "adapter", "keep"}:
             raise UsageError("no such choice for LoRA", expected="auto, merge, adapter or keep", found=lora)
-        self._model, self._state_dict, self._lora = model, state_dict, lora
-        self._dtype = DtypePolicy.parse(dtype)
-        self._include, self._exclude = ((p,) if isinstance(p, str) else tuple(p) for p in (include, exclude))
-        self._equal: dict[str, str] = {}  # of ties that are broken, those whose values were equal when last looked at
-        self._adapter, self._given_aliases, self._untied = adapter, aliases, tuple(untied)
-        self._device = torch.device(device) if device is not None else None
-        self._bucket_bytes = bucket_bytes
+        self._planning = Planning(
+            model,
+            state_dict=state_dict,
+            dtype=DtypePolicy.parse(dtype),
+            keep_dtype=keep_dtype,
+            include=include,
+            exclude=exclude,
+            adapter=adapter,
+            lora=lora,
+            aliases=aliases or {},
+            untied=untied,
+            in_fp32=in_fp32,
+            device=torch.device(device) if device is not None else None,
+        )
+        self._model, self._bucket_bytes = model, bucket_bytes
         ranks, rank = find_ranks(model) if isinstance(model, nn.Module) else (model.ranks, model.rank)
         self._fence = Fence(ranks, rank, timeout=timeout)
         self._background = partial(Fence, ranks, rank, timeout=timeout, is_background=True)
 
-    @cached_property
+    @property
     def source(self) -> Source:
         """What is exported. Local; raises what cannot be exported (`SourceError`, `UsageError`)."""
-        if not isinstance(self._model, nn.Module):
-            return self._model
-        aliases = self._ties.aliases if self._peft is None else {}
-        return LiveSource(self._model, state_dict=self._state_dict, aliases=aliases, device=self._device)
+        return self._planning.source
 
-    @cached_property
+    @property
     def plan(self) -> Plan:
         """Names, shapes and dtypes that will be delivered; prints as a table. Local, and nothing is gathered.
 
         Where a module has two parameters for one that its config declares tied, both count until an export compares
         them.
         """
-        given = self._given_aliases or {}
-        specs = {spec.name: spec for spec in self._specs}
-        available = self.conversion.names if self.conversion is not None else tuple(specs)
-        kept = [name for name in available if name not in given]
-        self.num_available = len(kept)
-        names, self.pattern_hits = select(kept, self._include, self._exclude)
-        if self.conversion is not None:
-            steps = self.conversion.steps(frozenset(names), self._dtype.cast_of)
-        else:
-            steps = [copy_step(specs[name], self._dtype.cast_of(specs[name].dtype)) for name in names]
-        if self.lora_view is not None:
-            steps = [self.lora_view.on_source(step) for step in steps]
-        blocks = self.conversion.blocks if self.conversion is not None else {}
-        aliases = {self._renamed(alias): self._renamed(kept) for alias, kept in self._aliases.items()}
-        return Plan(
-            tuple(steps),
-            self.source.ranks,
-            tuple(sorted(aliases.items())),
-            self._untied or tuple(sorted({*self._ties.ended, *self._ties.broken} - self._equal.keys())),
-            are_tied_by_hand=self._ties.are_undeclared,
-            names=tuple(names),
-            blocks=blocks,
-        )
+        return self._planning.plan
 
-    @cached_property
-    def conversion(self) -> Conversion | None:
-        """How tensors become those of the checkpoint; None where they stay. Local, and nothing is read.
+    @property
+    def pattern_hits(self) -> dict[str, int]:
+        """How many names each pattern matched, of `num_available`; once there is a plan."""
+        return self._planning.pattern_hits
 
-        What the adapter does, or, for models of transformers, what `save_pretrained` does.
-        """
-        if isinstance(self._adapter, Conversion):
-            return self._adapter
-        if self._adapter is not None:
-            return Conversion(conversion_of(self._adapter), self._specs)
-        if not isinstance(self._model, nn.Module) or (self._found_peft is not None and not self._is_merged):
-            return None
-        return convert_live(self._model, self._specs, self._peft)
+    @property
+    def num_available(self) -> int:
+        """How many names there are to choose from; once there is a plan."""
+        return self._planning.num_available
 
-    @cached_property
-    def lora_view(self) -> LoraView | None:
-        """The tensors as `lora` asks for them; None for what is exported as it is. Local, and nothing is read."""
-        if self._peft is None:
-            return self._lora if isinstance(self._lora, LoraView) else None
-        see = self._peft.adapter if self._lora == "adapter" else self._peft.merged
-        return see(self.source.specs, self.source.device)
+    def provenance(self) -> dict[str, object]:
+        """Return what the record of an export says of its source and of the choices made here. Local."""
+        return self._planning.provenance()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in the order of the plan's steps, on the device.
@@ -277,14 +254,14 @@ class Exporter:
         sink = folder_sink(
             Path(path),
             format=format,
-            has_config=has_config(self._described),
-            sidecars=self._sidecars(),
+            has_config=has_config(self._planning.described),
+            sidecars=_weak(self._adapter_sidecars if self._planning.is_adapter else self._model_sidecars),
             tokenizer=partial(add_tokenizer, tokenizer=tokenizer),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance={"lora": self.lora_view.kind} if self.lora_view is not None else None,
-            is_lora=self.lora_view is not None and self.lora_view.kind == "adapter",
+            provenance=_weak(self.provenance),
+            is_lora=self._planning.is_adapter,
         )
         started = time.perf_counter()
         if blocking:
@@ -317,13 +294,14 @@ class Exporter:
         wait_for_latest()
         host_memory().release()
 
-    def _sidecars(self) -> Callable[[], Sidecars]:
-        find: Callable[[Any], Sidecars] = from_model
-        if self._peft is not None and self._lora == "adapter":
-            find = partial(live_lora_sidecars, self._peft.config)
-        # A sink may outlive the module.
-        described = weakref.ref(self._described)
-        return lambda: find(described())
+    def _adapter_sidecars(self) -> Sidecars:
+        return live_lora_sidecars(self._planning.peft_config, self._planning.described)
+
+    def _model_sidecars(self) -> Sidecars:
+        model = self._planning.described
+        sidecars = from_model(model)
+        sidecars.warnings += dtype_notes(self.plan, live_dtypes(model, sidecars.config))
+        return sidecars
 
     @property
     def bucket_bytes(self) -> int:
@@ -331,63 +309,24 @@ class Exporter:
         default = _CPU_BUCKET_BYTES if self.source.device.type == "cpu" else _BUCKET_BYTES
         return self._bucket_bytes or default
 
-    @property
-    def _specs(self) -> list[TensorSpec]:
-        """The tensors of a checkpoint, in the module's names."""
-        specs = self.lora_view.specs if self.lora_view is not None else list(self.source.specs)
-        if not isinstance(self._model, nn.Module):
-            return specs
-        base = self._peft.base if self._peft is not None else self._model
-        left_out = unsaved_names(base) | self._aliases.keys()
-        return [spec for spec in specs if spec.name not in left_out]
-
-    @property
-    def _described(self) -> nn.Module:
-        """The module that a checkpoint's config describes: names that are kept do not change it."""
-        assert isinstance(self._model, nn.Module)
-        return self._found_peft.base if self._found_peft is not None else self._model
-
-    @property
-    def _peft(self) -> PeftModule | None:
-        """What PEFT has made of the module, if that is not to be kept."""
-        return self._found_peft if self._lora != "keep" else None
-
-    @cached_property
-    def _found_peft(self) -> PeftModule | None:
-        return find_peft(self._model) if isinstance(self._model, nn.Module) else None
-
-    @cached_property
-    def _ties(self) -> LiveTies:
-        if not isinstance(self._model, nn.Module) or (self._peft is not None and not self._is_merged):
-            return LiveTies({}, {}, are_undeclared=False)
-        return live_ties(self._model, self._peft, self.lora_view)
-
-    @property
-    def _is_merged(self) -> bool:
-        return self.lora_view is not None and self.lora_view.kind == "merge"
-
-    @property
-    def _aliases(self) -> dict[str, str]:
-        """Names to leave out: of a live module in its own names, with ties that are broken but were found equal."""
-        return {**(self._given_aliases or {}), **self._ties.aliases, **self._equal}
-
-    def _renamed(self, name: str) -> str:
-        conversion = self.conversion if isinstance(self._model, nn.Module) else None
-        return conversion.renamed(name) if isinstance(conversion, HubConversion) else name
-
     def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
-        self.source.refresh()
-        if self._ties.broken:
-            specs = {spec.name: spec for spec in self.source.specs}
-            origins = self.lora_view.origins if self.lora_view is not None else specs
-            equal = equal_ties(self.source, self._ties, operation, origins)
-            if equal != self._equal:
-                self._equal = equal
-                for made in ("plan", "conversion"):
-                    vars(self).pop(made, None)
-        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}"
-        if self._peft is not None and self.lora_view is not None:
-            self._peft.refresh(self.lora_view, self.source.specs)
-            options += f" lora={self.lora_view.digest}"
+        seen = self._planning.refresh(operation)
+        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}{seen}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)
+
+
+def _weak(method: Callable[[], _T]) -> Callable[[], _T]:
+    """Return a call of a method that does not keep its object.
+
+    Sinks make it in the operation, where what fails is the error of all ranks; and they outlive an asynchronous save's
+    call, as the module need not.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call() -> _T:
+        strong = weak()
+        assert strong is not None
+        return strong()
+
+    return call

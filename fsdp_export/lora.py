@@ -16,9 +16,9 @@ from .conversion.lora_view import LoraView
 from .conversion.peft import inspect_lora, lora_names
 from .conversion.peft_names import parse
 from .conversion.peft_states import PeftState, find_peft_state
-from .errors import SourceError, UsageError
-from .sidecars.collect import Sidecars
+from .errors import SourceError, UsageError, listing
 from .sidecars.lora import ADAPTER_CONFIG, lora_config, lora_sidecars
+from .sidecars.sidecar import Sidecars
 from .sources.stored import StoredSource
 from .spec import TensorInfo
 
@@ -75,7 +75,7 @@ def merged_view(source: StoredSource, state: PeftState, twin: nn.Module | None, 
     Args:
         source: The checkpoint.
         state: Its tensors.
-        twin: The model of its config, if there is one: it knows how experts lie.
+        twin: The model of its config, if there is one: it knows which weights are transposed.
         notes: What was decided, a line each; added to.
 
     Raises:
@@ -84,14 +84,11 @@ def merged_view(source: StoredSource, state: PeftState, twin: nn.Module | None, 
     adapter = inspect_lora(state.adapter_tensors(), source.folder or "")
     path, config = lora_config(source.folder, adapter)
     notes.append(f"{adapter} merged into the weights, with lora_alpha {config['lora_alpha']} of {path}")
+    notes += _notes_on_others(state)
     if path.name != ADAPTER_CONFIG:
         notes.append(f"{path.name} does not tell use_rslora and alpha_pattern: they count as off")
-    modules: dict[str, Any] = dict(twin.named_modules()) if twin is not None else {}
-
-    def are_transposed(name: str) -> bool | None:
-        return bool(getattr(modules[name], "is_transposed", False)) if name in modules else None
-
-    return state.merged(config, source.device, are_transposed)
+    modules = dict(twin.named_modules()) if twin is not None else {}
+    return state.merged(config, source.device, lambda name: _is_transposed(modules.get(name)))
 
 
 def describe_lora(
@@ -119,6 +116,16 @@ def describe_lora(
         return Sidecars(), error
 
 
+def _is_transposed(module: object) -> bool | None:
+    """Tell whether a module of a model has its weight, or those of its experts, as (in, out); None if nothing tells."""
+    if isinstance(module, nn.Linear):
+        return False
+    if type(module).__name__ == "Conv1D":
+        return True
+    knows = module is not None and not hasattr(module, "weight")
+    return bool(getattr(module, "is_transposed", False)) if knows else None
+
+
 def _reduced(source: StoredSource, state: PeftState) -> StoredLora:
     """Leave of a model its adapter."""
     config: Mapping[str, Any] = {}
@@ -127,8 +134,13 @@ def _reduced(source: StoredSource, state: PeftState) -> StoredLora:
     names = state.adapter_names(str(config.get("bias", "none")))
     num_left_out = len(source.specs) - len(names)
     source.rename(names)
-    notes = [f"{num_left_out:,} tensors are not of the adapter and left out"]
+    notes = [f"{num_left_out:,} tensors are not of the adapter and left out", *_notes_on_others(state)]
     return StoredLora(is_adapter=True, state=None, notes=notes)
+
+
+def _notes_on_others(state: PeftState) -> list[str]:
+    others = listing(map(repr, state.other_adapters))
+    return [f"of several adapters {state.adapter!r} is taken, and left out: {others}"] if others else []
 
 
 def _name_as_lora(source: StoredSource) -> tuple[bool, list[str]]:

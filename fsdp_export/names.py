@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from .errors import NotFoundError, PlanError, UsageError
 
-__all__ = ["check_unique", "select", "strip_wrappers"]
+__all__ = ["check_unique", "matching", "select", "strip_wrappers"]
 
 # What torch.compile, activation checkpointing and FSDP1 put into a name, wherever they wrap.
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -62,10 +62,7 @@ def _is_text(name: str) -> bool:
 
 
 def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str]) -> tuple[list[str], dict[str, int]]:
-    """Choose names by patterns.
-
-    A pattern with `*`, `?` or `[` is matched against the whole name; any other one matches names that contain it as
-    whole segments: `embed_tokens` matches `model.embed_tokens.weight` and not `pos_embed_tokens.weight`.
+    """Choose names by patterns; see `matching`.
 
     Args:
         names: All names.
@@ -79,15 +76,28 @@ def select(names: Sequence[str], include: Sequence[str], exclude: Sequence[str])
         UsageError: A pattern matched nothing.
         NotFoundError: No name is left.
     """
-    hits = {pattern: [name for name in names if _matches(name, pattern)] for pattern in (*include, *exclude)}
-    for pattern, matched in hits.items():
-        if not matched:
-            raise UsageError(f"the pattern {pattern!r} matches none of {len(names)} tensors", fix=_HINT)
+    hits = matching(names, (*include, *exclude))
     wanted = {name for pattern in include for name in hits[pattern]} if include else set(names)
     wanted -= {name for pattern in exclude for name in hits[pattern]}
     if not wanted:
         raise NotFoundError(f"no tensor is left of {len(names)}", fix="Give patterns that match some of them")
     return [name for name in names if name in wanted], {pattern: len(matched) for pattern, matched in hits.items()}
+
+
+def matching(names: Sequence[str], patterns: Iterable[str]) -> dict[str, list[str]]:
+    """Return the names that each pattern matches.
+
+    A pattern with `*`, `?` or `[` is matched against the whole name; any other one matches names that contain it as
+    whole segments: `embed_tokens` matches `model.embed_tokens.weight` and not `pos_embed_tokens.weight`.
+
+    Raises:
+        UsageError: A pattern matches nothing.
+    """
+    hits = {pattern: [name for name in names if _matches(name, pattern)] for pattern in patterns}
+    for pattern, matched in hits.items():
+        if not matched:
+            raise UsageError(f"the pattern {pattern!r} matches none of {len(names)} tensors", fix=_HINT)
+    return hits
 
 
 _HINT = "Give whole segments of a name (embed_tokens) or a glob over all of it (*.mlp.*)"

@@ -14,19 +14,23 @@ import torch
 from torch import nn
 
 from .checkpoint import OpenedCheckpoint
-from .conversion.adapter import conversion_of, load_adapter
+from .conversion.adapter import adapter_name, conversion_of, load_adapter
 from .conversion.cut import Conversion
+from .conversion.full_precision import stored_in_fp32
 from .conversion.lora_view import LoraView
 from .conversion.shapes import compare_with_config
 from .conversion.transformers import HubConversion, HubForm, convert_stored
 from .conversion.twin import class_name, has_custom_code, meta_twin
+from .dtype_notes import dtype_notes
 from .dtypes import DtypePolicy
 from .errors import UsageError, listing
 from .exporter import Exporter
 from .fence import Fence
 from .lora import describe_lora, find_lora, merged_view
-from .sidecars.collect import Sidecars, from_folder
+from .sidecars.config_json import named_dtype
+from .sidecars.of_folder import from_folder
 from .sidecars.origins import CONFIG
+from .sidecars.sidecar import Sidecars
 from .sources.base import Source
 from .sources.detect import open_source
 from .sources.hf_folder import names_in
@@ -43,6 +47,7 @@ def open_checkpoint(
     base_model: str | PathLike[str] | None = None,
     prefix: str | None = None,
     dtype: str | torch.dtype = "keep",
+    keep_dtype: Sequence[str] = (),
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     adapter: Any = None,
@@ -60,6 +65,7 @@ def open_checkpoint(
         base_model: See there.
         prefix: See there.
         dtype: See there.
+        keep_dtype: See there.
         include: See there.
         exclude: See there.
         adapter: See there.
@@ -87,7 +93,7 @@ def open_checkpoint(
         config = sidecars.config or {}
         if dtype == "auto" and is_lora:  # it is small, and its base model's dtype is not its own
             dtype = "keep"
-        policy = _narrowing_to(_named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
+        policy = _narrowing_to(named_dtype(config)) if dtype == "auto" else DtypePolicy.parse(dtype)
         twin = _twin(opened, sidecars, trust_remote_code=trust_remote_code) if config and not is_lora else None
         view = merged_view(opened, found.state, twin, notes) if found.state is not None else None
         specs = opened.specs if view is None else view.specs
@@ -96,19 +102,26 @@ def open_checkpoint(
         conversion = _conversion(adapter, specs, sidecars, None if is_kept else hub, opened.folder)
         origins = _origins(specs, conversion, view)
         aliases, untied = tied_names(opened, origins, hub, operation)
+        in_fp32 = stored_in_fp32(hub, origins, policy.target) if hub is not None else frozenset[str]()
         exporter = Exporter(
             opened,
             dtype=policy,
+            keep_dtype=keep_dtype,
             include=include,
             exclude=exclude,
             adapter=conversion,
             lora=view or "keep",
             aliases=aliases,
             untied=untied,
+            in_fp32=in_fp32,
         )
         is_converted = isinstance(conversion, HubConversion) and conversion.num_converted != (0, 0)
-        heeds_config = bool(policy.only_narrow or aliases or untied or is_converted)
-        notes += [*_cast_notes(exporter, policy), *_pattern_notes(exporter, include, exclude)]
+        heeds_config = bool(policy.only_narrow or aliases or untied or is_converted or in_fp32)
+        notes += [
+            *_cast_notes(exporter, policy),
+            *([] if is_lora else dtype_notes(exporter.plan, [named_dtype(config)])),
+        ]
+        notes += _pattern_notes(exporter, include=include, exclude=exclude, keep_dtype=keep_dtype)
         notes += [f"{alias} is tied to {kept} and left out" for alias, kept in aliases.items()]
         notes += _conversion_notes(conversion, hub, config, is_lora=is_lora)
         lacks = None
@@ -136,12 +149,6 @@ def _usable(device: torch.device | str | None) -> torch.device | None:
     return torch.device(device)
 
 
-def _named_dtype(config: Mapping[str, Any]) -> str | None:
-    """Return the dtype that a config names, for the whole model or for its text part."""
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    return next((str(part[key]) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), None)
-
-
 def _narrowing_to(named: str | None) -> DtypePolicy:
     """Return the policy that casts to a dtype what is wider; one to which nothing is cast, or none, changes nothing."""
     try:
@@ -153,7 +160,8 @@ def _narrowing_to(named: str | None) -> DtypePolicy:
 
 def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
     """Tell what the config, and not the user, has decided."""
-    dtypes = {spec.dtype for step in exporter.plan.steps for spec in step.inputs}
+    cast = [step for step in exporter.plan.steps if any(output.dtype == policy.target for output in step.outputs)]
+    dtypes = {spec.dtype for step in cast for spec in step.inputs}
     wider = sorted(dtype_name(dtype) for dtype in dtypes if policy.cast_of(dtype) is not None)
     if not (policy.only_narrow and wider):
         return []
@@ -161,10 +169,13 @@ def _cast_notes(exporter: Exporter, policy: DtypePolicy) -> list[str]:
     return [f"{' and '.join(wider)} becomes {target}, as the config says (--dtype keep to keep it)"]
 
 
-def _pattern_notes(exporter: Exporter, include: Sequence[str], exclude: Sequence[str]) -> list[str]:
-    num_tensors, hits = exporter.num_available, exporter.pattern_hits
-    options = [*(("include", pattern) for pattern in include), *(("exclude", pattern) for pattern in exclude)]
-    return [f"{option} {pattern}: {hits[pattern]:,} of {num_tensors:,} tensors" for option, pattern in options]
+def _pattern_notes(exporter: Exporter, **options: Sequence[str]) -> list[str]:
+    hits = exporter.pattern_hits
+    return [
+        f"{option.replace('_', '-')} {pattern}: {hits[pattern]:,} of {exporter.num_available:,} tensors"
+        for option, patterns in options.items()
+        for pattern in patterns
+    ]
 
 
 def _twin(source: Source, sidecars: Sidecars, *, trust_remote_code: bool) -> nn.Module | None:
@@ -175,8 +186,13 @@ def _twin(source: Source, sidecars: Sidecars, *, trust_remote_code: bool) -> nn.
 
 def _hub_form(twin: nn.Module, specs: Iterable[TensorSpec], sidecars: Sidecars) -> HubForm:
     """Return the form that the model of a config has on the hub."""
-    loaded = names_in(sidecars.config_file.parent) if sidecars.config_file is not None else frozenset[str]()
-    return HubForm(twin, loaded | {spec.name for spec in specs})
+    return HubForm(twin, _base_names(sidecars, None) | {spec.name for spec in specs})
+
+
+def _base_names(sidecars: Sidecars, folder: Path | None) -> frozenset[str]:
+    """Return the names of the tensors beside the config, unless that is in the folder of the checkpoint itself."""
+    place = sidecars.config_file.parent if sidecars.config_file is not None else None
+    return names_in(place) if place is not None and place != (folder and folder.resolve()) else frozenset()
 
 
 def _conversion(
@@ -188,8 +204,9 @@ def _conversion(
     if isinstance(adapter, str):
         places = [sidecar.content for sidecar in sidecars.files if sidecar.name == CONFIG]
         assets = next((place.parent for place in places if isinstance(place, Path)), None)
-        adapter = load_adapter(adapter, config=sidecars.config, assets=assets)
-    return Conversion(conversion_of(adapter), specs)
+        loaded = load_adapter(adapter, config=sidecars.config, assets=assets)
+        return Conversion(conversion_of(loaded), specs, adapter_name(adapter))
+    return Conversion(conversion_of(adapter), specs, adapter_name(adapter))
 
 
 def _conversion_notes(
@@ -238,6 +255,7 @@ def _fit_to_shapes(
         sidecars.config or {},
         folder=exporter.source.folder,
         config_file=sidecars.config_file,
+        base_names=_base_names(sidecars, exporter.source.folder),
     )
     if comparison.error is not None:
         raise comparison.error

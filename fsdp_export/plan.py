@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from .dtypes import Casts
 from .errors import PlanError
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .names import check_unique
@@ -37,6 +38,7 @@ class Plan:
         names: The names of all outputs in the order of the checkpoint; empty where the steps have them in order.
         are_tied_by_hand: Whether embeddings are tied that the config declares not to be.
         blocks: Outputs that files keep together, and a number that those share which do.
+        casts: What became of dtypes.
     """
 
     steps: tuple[Step, ...]
@@ -46,6 +48,7 @@ class Plan:
     names: tuple[str, ...] = ()
     are_tied_by_hand: bool = False
     blocks: Mapping[str, int] = field(default_factory=dict)
+    casts: Casts = field(default_factory=Casts)
 
     def __post_init__(self) -> None:
         check_unique(output.name for step in self.steps for output in step.outputs)

@@ -23,6 +23,7 @@ from .memory import bytes_of
 from .sources.base import Source
 from .sources.live import named_tensors
 from .spec import TensorSpec
+from .steps import Rows
 from .walk import CHUNK_BYTES
 
 __all__ = ["LiveTies", "equal_ties", "live_ties", "tied_names"]
@@ -48,8 +49,8 @@ class LiveTies:
 def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView | None = None) -> LiveTies:
     """Find the ties of a module, or of the model that PEFT's adapters are merged into. Local; no value is looked at.
 
-    A tie holds between tensors that stay as they are. What is tied to one that an adapter changes or replaces has
-    values of its own from then on, as it had in training.
+    A tie holds between tensors that stay as they are, or that the same tensors of an adapter change in the same way.
+    What is tied to one that an adapter changes or replaces has values of its own from then on, as it had in training.
 
     Args:
         model: The module.
@@ -65,19 +66,39 @@ def live_ties(model: nn.Module, peft: PeftModule | None = None, view: LoraView |
         own = {base: named[spec.name] for base, spec in view.origins.items()}
         unchanged = {base: value for base, value in own.items() if base not in view.updates}
         changed = {id(named[name]) for name in named.keys() - {view.origins[base].name for base in unchanged}}
-        named = {base: unchanged.get(base) for base in own}
+        named = {base: unchanged.get(base) for base in own} | _changed_alike(own, named, view)
     aliases = find_aliases(named, model if peft is None else peft.base)
     declared: dict[str, str] = {}
     outputs: set[str] = set()
     for path, twin in base_twins(model, peft):
         declared |= {path + alias: path + kept for alias, kept in own_ties(twin).items()}
         outputs |= {path + name for name in output_embeddings(twin)}
-    pairs = {alias: kept for alias, kept in declared.items() if alias in named and kept in named}
+    # Of several names of one parameter, that under which it is exported counts for all.
+    pairs = {
+        alias: aliases.get(kept, kept)
+        for alias, kept in declared.items()
+        if alias in named and kept in named and aliases.get(alias) not in declared
+    }
     distinct = {alias: kept for alias, kept in pairs.items() if named[alias] is not named[kept] or named[kept] is None}
-    broken = {alias: kept for alias, kept in distinct.items() if None not in (named[alias], named[kept])}
+    broken = {
+        alias: kept
+        for alias, kept in distinct.items()
+        if None not in (named[alias], named[kept]) and alias not in aliases
+    }
     ended = {*distinct.keys() - broken.keys()}
     ended |= {name for name, value in named.items() if id(value) in changed} - {*broken, *broken.values()}
     return LiveTies(aliases, broken, bool(outputs & (aliases.keys() - declared.keys())), sorted(ended))
+
+
+def _changed_alike(own: Mapping[str, object], named: Mapping[str, object], view: LoraView) -> dict[str, torch.Tensor]:
+    """Return one tensor, whichever, for all names of a parameter to which the same adapters do the same."""
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for base, updates in view.updates.items():
+        made_of = (id(named[spec.name]) for update in updates for spec in (*update.by_unit, *update.whole))
+        how = ((update.form, update.scaling, update.tokens, update.rounds) for update in updates)
+        alike.setdefault((id(own[base]), *made_of, *how), []).append(base)
+    groups = [(bases, torch.empty(0)) for bases in alike.values() if len(bases) > 1]
+    return {base: shared for bases, shared in groups for base in bases}
 
 
 def equal_ties(source: Source, ties: LiveTies, operation: Operation, specs: Mapping[str, TensorSpec]) -> dict[str, str]:
@@ -96,9 +117,8 @@ def equal_ties(source: Source, ties: LiveTies, operation: Operation, specs: Mapp
     for alias, kept in ties.broken.items():
         operation.check()
         one, other = specs[alias], specs[kept]
-        is_alike = (one.shape, one.dtype, one.sharding) == (other.shape, other.dtype, other.sharding)
         rows = one.sharding.box(one.shape, source.rank).rows
-        equal.append(is_alike and _same_bytes(source.rows(one, *rows), source.rows(other, *rows)))
+        equal.append(one.sharding == other.sharding and _are_equal(source, one, other, rows, operation))
     differing = _differing(ties.broken, equal, source, operation)
     return {alias: kept for alias, kept in ties.broken.items() if alias not in differing}
 
@@ -123,7 +143,12 @@ def tied_names(
     """
     declared = declared_aliases(hub.twin, origins, hub.renamed) if hub is not None else {}
     part, parts = source.ranks.index(source.rank), len(source.ranks)
-    equal = [_are_equal(source, origins[alias], origins[kept], part, parts) for alias, kept in declared.items()]
+    equal = []
+    for alias, kept in declared.items():
+        one, other = origins[alias], origins[kept]
+        rows = (one.num_rows * part // parts, one.num_rows * (part + 1) // parts) if one is not None else (0, 0)
+        # What is made of others counts as different.
+        equal.append(one is not None and other is not None and _are_equal(source, one, other, rows, operation))
     differing = _differing(declared, equal, source, operation)
     return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
 
@@ -131,7 +156,9 @@ def tied_names(
 def _differing(declared: Mapping[str, str], equal: list[bool], source: Source, operation: Operation) -> set[str]:
     """Return the ties that differ in the part of some rank."""
     everyones = operation.agree(json.dumps([list(declared.items()), equal]))
-    ties, verdicts = zip(*map(json.loads, everyones), strict=True)
+    # A rank that finds none of a live module compares none: what it says here is of its plan.
+    found = [json.loads(text) if text.startswith("[") else [[], []] for text in everyones]
+    ties, verdicts = zip(*found, strict=True)
     if any(theirs != ties[0] for theirs in ties):
         raise DisagreementError(
             "the ranks find different tied weights",
@@ -141,19 +168,14 @@ def _differing(declared: Mapping[str, str], equal: list[bool], source: Source, o
     return {alias for alias, *theirs in zip(declared, *verdicts, strict=True) if not all(theirs)}
 
 
-def _are_equal(source: Source, one: TensorSpec | None, other: TensorSpec | None, part: int, parts: int) -> bool:
-    """Compare every so many-th chunk of two tensors, byte by byte. What is made of others counts as different."""
-    if one is None or other is None:
-        return False
+def _are_equal(source: Source, one: TensorSpec, other: TensorSpec, rows: Rows, operation: Operation) -> bool:
+    """Compare rows of two tensors byte by byte, a chunk at a time: on a GPU a comparison takes as much memory again."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
-    rows = max(CHUNK_BYTES // max(one.row_bytes, 1), 1)
-    blocks = range(part * rows, one.num_rows, parts * rows)
-    return all(
-        _same_bytes(*(source.rows(spec, first, min(first + rows, spec.num_rows)) for spec in (one, other)))
-        for first in blocks
-    )
-
-
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(bytes_of(one), bytes_of(other))
+    count = max(CHUNK_BYTES // max(one.row_bytes, 1), 1)
+    for first in range(*rows, count):
+        operation.check()
+        some, others = (source.rows(spec, first, min(first + count, rows[1])) for spec in (one, other))
+        if not torch.equal(bytes_of(some), bytes_of(others)):
+            return False
+    return True

@@ -43,7 +43,13 @@ TOKENIZER_CONFIG = {
     "model_max_length": 64,
 }
 
+TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"}
+CONFIGS = ("config.json", "generation_config.json")
+ALL_FILES = TOKENIZER_FILES.union(CONFIGS)
+
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "vocab.bin", "optimizer.pt")
+# What tells loaders of weights that were quantized.
+QUANTIZATION = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quant_log.csv")
 
 
 def new_tokenizer() -> Any:
@@ -73,6 +79,7 @@ def _hub_files() -> dict[str, bytes]:
     return {
         "README.md": b"a model card",
         **dict.fromkeys(WEIGHTS, b"weights"),
+        **dict.fromkeys(QUANTIZATION, b"{}"),
         "model.safetensors": save(model.state_dict(), metadata={"format": "pt"}),
         "config.json": CONFIG.encode(),
         "generation_config.json": GENERATION_CONFIG.encode(),
@@ -94,3 +101,20 @@ def put_into_hub_cache(folder: Path, cache: Path, model_id: str, commit: str = "
         shutil.copy(path, blob)
         (snapshot / path.name).symlink_to(blob)
     return snapshot
+
+
+def add_old_rope(file: Path) -> None:
+    """Give a config that transformers 5 wrote the names of the plain angles that transformers 4 reads."""
+
+    def add(part: dict[str, Any]) -> None:
+        if "rope_parameters" in part:
+            part |= {"rope_theta": part["rope_parameters"]["rope_theta"]}
+            scaling = {key: value for key, value in part["rope_parameters"].items() if key != "rope_theta"}
+            part["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+        for value in part.values():
+            if isinstance(value, dict):
+                add(value)
+
+    config = json.loads(file.read_text())
+    add(config)
+    file.write_text(json.dumps(config, indent=2))

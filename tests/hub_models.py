@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 TEXT: dict[str, Any] = {
     "vocab_size": 33,
@@ -55,6 +57,8 @@ _LINEAR: dict[str, Any] = {
     "shared_expert_intermediate_size": 8,
     "layer_types": ["linear_attention", "full_attention"],
 }
+
+_TURNED = ("experts.gate_up_proj", "experts.down_proj")
 
 
 def _text(name: str, suffix: str = "ForCausalLM", **changes: Any) -> Callable[[], Any]:
@@ -146,6 +150,26 @@ def hub_model(kind: str) -> Any:
     """Return a model with weights from a seed."""
     torch.manual_seed(0)
     return HUB_MODELS[kind]()
+
+
+def save_as_hub(model: Any, folder: str | Path) -> None:
+    """Save a model as the hub has it, which transformers 5 changes as it loads it: here what a config does not tell."""
+    file = Path(folder, "model.safetensors")
+    model.save_pretrained(folder)
+    tensors = load_file(file)
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): value for name, value in tensors.items()}
+    for name in [name for name in named if ".language_model." in name and name.endswith(_TURNED)]:
+        named[name] = named[name].transpose(1, 2).contiguous()
+    save_file(named, file, metadata={"format": "pt"})
+
+
+def trained(model: Any) -> Any:
+    """Give a model values as large as those of trained ones, of which no two are the same."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.normal_(std=0.5)
+    return model
 
 
 def logits_of(model: Any) -> torch.Tensor:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from dcp_folders import save
-from hub_folders import new_tokenizer, put_into_hub_cache
+from hub_folders import add_old_rope, new_tokenizer, put_into_hub_cache
 from models import hf_model
 from safetensors.torch import load_file, save_file
 
@@ -54,6 +54,7 @@ def base(tmp_path_factory):
     """The model that was trained, in bfloat16, with a tokenizer."""
     folder = tmp_path_factory.mktemp("base")
     hf_model("qwen2-tied").to(torch.bfloat16).save_pretrained(folder)
+    add_old_rope(folder / "config.json")
     new_tokenizer().save_pretrained(folder)
     return folder
 
@@ -120,7 +121,7 @@ def test_an_export_says_what_it_found_decided_and_wrote(run, base, model, enviro
     environ.chdir(run.parent)
     result = call(run.name, "--base-model", base.name, "--out", "here/out")
     found, origins, *lines, last = result.stdout.splitlines()
-    assert found == f"found {run.name}/step-500: {FOUND}"
+    assert found == f"found {run.name}/step-500 of 2 checkpoints below: {FOUND}"
     assert names_from(base.name, [origins]) == sidecars_of(base).keys() >= {*CONFIGS, "tokenizer.json"}
     assert lines == [
         "float32 becomes bfloat16, as the config says (--dtype keep to keep it)",
@@ -146,7 +147,7 @@ def test_the_newest_complete_step_below_this_folder_is_taken(run, environ):
     (broken / "__0_0.distcp").write_bytes(b"")
     environ.chdir("runs")
     result = call("--out", "out")
-    assert result.stdout.startswith(f"found {step.name}: DCP checkpoint")
+    assert result.stdout.startswith(f"found {step.name} of 2 checkpoints below: DCP checkpoint")
     warning, *more = result.stderr.splitlines()
     assert warning.startswith("fsdp-export: warning: an incomplete checkpoint is skipped: truncated data files in ")
     assert more == []
@@ -399,6 +400,7 @@ def test_the_base_model_is_not_replaced(run, base):
         ("--dry-run --verify", "--verify", "--dry-run"),
         ("--dry-run --smoke-test x", "--smoke-test", "--dry-run"),
         ("--dry-run -q", "--quiet", "--dry-run"),
+        ("--dtype keep --keep-dtype x", "--keep-dtype", "--dtype keep"),
         ("--format safetensors --max-shard-size 1GB", "--max-shard-size", "--format safetensors"),
         ("--format safetensors --smoke-test x", "--smoke-test", "--format safetensors"),
     ],
@@ -642,7 +644,7 @@ def test_under_torchrun_the_result_is_the_same_and_one_rank_speaks(run, base):
     *lines, wrote, verified = stdout.splitlines()
     *expected, expected_wrote, expected_verified = alone.stdout.splitlines()
     assert (lines, verified) == (expected, expected_verified)
-    assert verified == "verified 26 tensors, 9.41 kB: all equal"
+    assert verified == "verified 26 tensors, 9.41 kB: all equal, and 5 other files as written"
     assert wrote.partition(" in ")[0] == expected_wrote.partition(" in ")[0]
 
 

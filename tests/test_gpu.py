@@ -250,11 +250,17 @@ def test_lora_is_merged_as_peft_does_on_the_device(folder, model_kind, kind):
     model = fully_shard(with_lora(model_kind), mesh=mesh, offload_policy=OFFLOAD[kind])
     tensors = dict(Exporter(model, bucket_bytes=20_000).tensors())
     assert tensors.keys() == expected.keys()
-    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    assert _largest_differences(tensors, expected) == {}
     save_checkpoint(model, folder / "out", lora="merge", format="safetensors")
     if dist.get_rank() == 0:
-        written = load_file(folder / "out" / "model.safetensors")
-        assert all(torch.equal(written[name], tensor.cpu()) for name, tensor in expected.items())
+        differences = _largest_differences(load_file(folder / "out" / "model.safetensors"), expected)
+        # A rank multiplies the rows that it holds, for which cuBLAS may take another kernel than for all of them.
+        assert max(differences.values(), default=0.0) < 1e-7
+
+
+def _largest_differences(some, others):
+    pairs = ((name, some[name].cpu(), others[name].cpu()) for name in others)
+    return {name: (one - other).abs().max().item() for name, one, other in pairs if not torch.equal(one, other)}
 
 
 def test_plain_tensors_that_differ(folder):

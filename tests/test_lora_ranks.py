@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faults import outcome_of, the_error
 from models import shard
 from peft_models import merged_tensors, quiet, with_lora
 from ranks import run_ranks
@@ -62,3 +63,17 @@ def adapter_config(folder):
     """Read a config, in which PEFT lists a set in any order."""
     config = json.loads((folder / "adapter_config.json").read_text())
     return {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
+
+
+def save_where_one_rank_lacks_a_value(folder, lora):
+    model = fully_shard(with_lora("plain"))
+    values = dict(model.state_dict())
+    if dist.get_rank() == 1:
+        values.popitem()
+    return outcome_of(lambda: Exporter(model, state_dict=values, lora=lora).save(folder, fsync=False))
+
+
+@pytest.mark.parametrize("lora", ["merge", "adapter"])
+def test_what_one_rank_cannot_merge_or_reduce_is_the_error_of_all(lora, tmp_path):
+    kind, message = the_error(run_ranks(save_where_one_rank_lacks_a_value, 2, tmp_path / "out", lora))
+    assert (kind, "rank 1" in message) == ("UsageError", True)

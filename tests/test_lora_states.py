@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 from lora_folders import peft_model, record
 from models import shard
-from peft_models import MODELS, merged_tensors, quiet, with_lora
+from peft import LoraConfig, get_peft_model
+from peft_models import MODELS, draw, gpt2, llama, merged_tensors, quiet, with_lora
 from rank_folders import save_as_verl
 from ranks import run_ranks
 from refused.peft_states import REFUSED, Maker
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from fsdp_export import export_checkpoint
 from fsdp_export.cli import main
@@ -52,6 +55,23 @@ def test_a_state_dict_is_merged_as_peft_merges_the_model(kind, tmp_path):
         )
     assert "adapter of rank" in report.notes[0]
     assert json.loads((tmp_path / "out" / "fsdp_export.json").read_text())["lora"] == "merge"
+
+
+def test_square_weights_lie_as_their_modules_have_them_whatever_peft_says_of_all(tmp_path):
+    """PEFT's config has the flag of the last layer, a linear one here; attention of GPT-2 has the other kind."""
+    with quiet():
+        model = peft.get_peft_model(gpt2(), peft.LoraConfig(r=4, lora_alpha=9, target_modules=["c_proj", "lm_head"]))
+    draw(model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    model.get_base_model().config.save_pretrained(tmp_path / "huggingface")
+    assert not json.loads((tmp_path / "adapter_config.json").read_text())["fan_in_fan_out"]
+    export_checkpoint(tmp_path / "model.pt", tmp_path / "out")
+    written, expected = load_file(tmp_path / "out" / "model.safetensors"), merged_tensors(model)
+    # PEFT's merge into the head goes into the embedding that is tied to it, too.
+    expected["transformer.wte.weight"] = model.state_dict()["base_model.model.transformer.wte.weight"]
+    assert written.keys() == expected.keys()
+    assert [name for name in written if not torch.equal(written[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("kind", ["plain", "embeddings", "dora", "saved", "biases", "experts"])
@@ -115,6 +135,33 @@ def test_patterns_and_dtypes_are_of_the_merged_model(tmp_path):
     for name, tensor in written.items():
         assert name.startswith("model.layers.0.")
         assert torch.equal(tensor, expected[name].bfloat16())
+
+
+@pytest.mark.parametrize("lora", ["merge", "adapter"])
+def test_which_of_several_adapters_is_taken_is_told(lora, tmp_path):
+    model = with_lora("plain")
+    with quiet():
+        model.add_adapter("other", model.peft_config["default"])
+        model.set_adapter("other")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    report = export_checkpoint(tmp_path / "model.pt", tmp_path / "out", lora=lora)
+    assert "of several adapters 'default' is taken, and left out: 'other'" in report.notes
+
+
+def test_a_tied_head_that_peft_adapts_with_its_embedding_is_merged(tmp_path):
+    """PEFT's config lists the embedding alone, and PEFT merges both into the one weight that they share."""
+    with quiet():
+        config = LoraConfig(r=2, target_modules=["embed_tokens"], ensure_weight_tying=True)
+        model = get_peft_model(llama(tied=True), config).eval()
+    draw(model)
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    model.peft_config["default"].save_pretrained(tmp_path)
+    model.get_base_model().config.save_pretrained(tmp_path / "huggingface")
+    export_checkpoint(tmp_path / "model.pt", tmp_path / "out")
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
 
 
 def test_the_command_tells_what_it_merged(tmp_path):

@@ -24,6 +24,7 @@ from fsdp_export.sources.hf_folder import HfFolderSource
 
 FILE = "model.safetensors"
 HEAD = "lm_head.weight"
+TORCH = {"format": "pt"}
 WEIGHT = torch.arange(40.0).view(8, 5) / 3
 TENSORS = {"weight": WEIGHT, "bias": torch.arange(8.0), "count": torch.tensor(7)}
 
@@ -66,7 +67,7 @@ def rewritten(change):
 
     def spoil(out):
         tensors = load_file(out / FILE)
-        save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, out / FILE)
+        save_file({name: tensor.contiguous() for name, tensor in change(tensors).items()}, out / FILE, TORCH)
 
     return spoil
 
@@ -157,6 +158,7 @@ def test_what_is_equal_is_said_last(run):
         "tensors": 3,
         "bytes": 200,
         "error": None,
+        "files": 0,
         "num_differing": 0,
         "differences": [],
     }
@@ -236,7 +238,8 @@ def test_casts_ties_and_several_files_are_compared_as_they_are_written(choices, 
     written = {name: tensor for path in Path("out").glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert HEAD not in written
     num_bytes = sum(tensor.nbytes for tensor in written.values())
-    assert verified == f"verified 26 tensors, {num_bytes / 1000:.3g} kB: all equal"
+    others = f"{1 + (choices[-1:] == ('4KB',))} other file{'s' * (choices[-1:] == ('4KB',))} as written"
+    assert verified == f"verified 26 tensors, {num_bytes / 1000:.3g} kB: all equal, and {others}"
     # As the oracle has it, the last value of the last tensor is wrong now.
     opened = open_checkpoint(
         tied_run, dtype={"keep": "keep", "fp16": "fp16"}.get(choices[-1] if choices else "", "auto")
@@ -244,7 +247,7 @@ def test_casts_ties_and_several_files_are_compared_as_they_are_written(choices, 
     (path,) = (path for path in Path("out").glob("*.safetensors") if "model.norm.weight" in load_file(path))
     tensors = load_file(path)
     tensors["model.norm.weight"][-1] = 0
-    save_file(tensors, path)
+    save_file(tensors, path, TORCH)
     verification = opened.verify("out")
     (difference,) = verification.differences
     assert (difference.name, difference.file, difference.index) == ("model.norm.weight", str(path), (15,))
@@ -338,7 +341,7 @@ def test_two_ranks_share_the_comparison_and_return_the_same(tmp_path):
     # One difference in what each rank reads.
     tensors["t00"][63, 7] += 1
     tensors["t29"][0, 0] += 1
-    save_file(tensors | {"more": torch.ones(1)}, "out/model.safetensors")
+    save_file(tensors | {"more": torch.ones(1)}, "out/model.safetensors", TORCH)
     _, (one, other) = zip(*run_ranks(_verify_on_two_ranks, 2, run), strict=True)
     assert [(each.kind, each.name) for each in one.differences] == [
         ("values", "t00"),

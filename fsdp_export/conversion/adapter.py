@@ -17,7 +17,7 @@ import torch
 from ..errors import PlanError, UsageError
 from .trace import ConvertDict
 
-__all__ = ["conversion_of", "load_adapter"]
+__all__ = ["adapter_name", "conversion_of", "load_adapter"]
 
 _METHODS = ("to_hf", "convert_single_tensor_to_hf")
 _AN_ADAPTER = "an object with to_hf(state_dict) or convert_single_tensor_to_hf(name, tensor)"
@@ -43,6 +43,16 @@ def conversion_of(adapter: Any) -> ConvertDict:
     if callable(getattr(adapter, "convert_single_tensor_to_hf", None)):
         return lambda tensors: _one_by_one(adapter, tensors)
     raise UsageError("no adapter", expected=_AN_ADAPTER, found=type(adapter).__name__, fix=_HOW)
+
+
+def adapter_name(adapter: Any) -> str:
+    """Return the name of an adapter's class, or what names the adapter: without arguments, which may be paths."""
+    name = adapter.partition("(")[0] if isinstance(adapter, str) else _qualified_name(type(adapter))
+    return f"adapter {name}"
+
+
+def _qualified_name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def _one_by_one(adapter: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from ..errors import PlanError, listing
+from ..errors import ExportError, PlanError, listing
 from ..spec import TensorInfo, TensorSpec
-from ..steps import Piece, Step, row_step
+from ..steps import Part, Piece, Step, row_step
 from .trace import ConvertDict, Traced, checked, meta_tensors, trace
 
-__all__ = ["Conversion"]
+__all__ = ["CastOf", "Conversion"]
 
-CastOf = Callable[[torch.dtype], "torch.dtype | None"]
+CastOf = Callable[[TensorInfo], "torch.dtype | None"]
 
 
 class Conversion:
@@ -23,6 +23,7 @@ class Conversion:
     Args:
         convert: Maps a state dict to a converted one, and parts of it to the same tensors as the whole of it.
         specs: The tensors of the state dict.
+        maker: What converts, for the record of the export.
 
     Attributes:
         names: The names of its outputs, in their order.
@@ -33,8 +34,9 @@ class Conversion:
         PlanError: It fails, depends on values, makes nothing, or a tensor of no input.
     """
 
-    def __init__(self, convert: ConvertDict, specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, convert: ConvertDict, specs: Sequence[TensorSpec], maker: str = "") -> None:
         self._convert = convert
+        self.maker = maker
         self._traced = {output.info.name: output for output in trace(convert, specs)}
         self.names = tuple(self._traced)
         used = {spec.name for output in self._traced.values() for spec in output.inputs}
@@ -44,6 +46,14 @@ class Conversion:
             found = f"{len(specs):,} tensors: {listing(spec.name for spec in specs)}"
             fix = "Use the conversion that was made for this model"
             raise PlanError("the conversion knows none of the tensors", found=found, fix=fix)
+
+    def output(self, name: str) -> TensorInfo:
+        """Return the shape and dtype that an output has before a cast."""
+        return self._traced[name].info
+
+    def made_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the inputs that an output is made of."""
+        return tuple(spec.name for spec in self._traced[name].inputs)
 
     def origin(self, name: str) -> TensorSpec | None:
         """Return the input that an output is under another name; None where it is anything else."""
@@ -58,7 +68,7 @@ class Conversion:
 
         Args:
             names: The outputs that are wanted.
-            cast_of: What a dtype is cast to; None to keep it.
+            cast_of: What an output is cast to; None to keep its dtype.
 
         Raises:
             PlanError: The conversion makes something else of a part of the state dict than of all of it.
@@ -69,8 +79,8 @@ class Conversion:
             infos = [_cast(output.info, cast_of) for output in outputs]
             parts = [part for output in outputs if (part := output.part) is not None]
             if len(inputs) == 1 and len(parts) == len(outputs):
-                cast = (replace(part, info=info) for part, info in zip(parts, infos, strict=True))
-                steps.append(row_step(inputs[0], tuple(cast)))
+                cast = [replace(part, info=info) for part, info in zip(parts, infos, strict=True)]
+                steps += [row_step(inputs[0], alike) for alike in _by_dtype(cast)]
             else:
                 steps.append(_whole_step(inputs, outputs, infos, self._convert))
         return steps
@@ -84,11 +94,24 @@ def _together(traced: Iterable[Traced]) -> list[list[Traced]]:
     return list(groups.values())
 
 
+def _by_dtype(parts: Iterable[Part]) -> list[tuple[Part, ...]]:
+    """Put outputs of one dtype together."""
+    groups: dict[torch.dtype, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(part.info.dtype, []).append(part)
+    return list(map(tuple, groups.values()))
+
+
 def _whole_step(
     inputs: tuple[TensorSpec, ...], outputs: Sequence[Traced], infos: Sequence[TensorInfo], convert: ConvertDict
 ) -> Step:
+    """Return the step that calls the conversion; a cast that narrows comes first where that only moves elements."""
     _check_alone(inputs, outputs, convert)
-    wanted = [(output.info, info.dtype) for output, info in zip(outputs, infos, strict=True)]
+    narrow = _cast_before(inputs, outputs, infos, convert)
+    wanted = [
+        (replace(output.info, dtype=narrow or output.info.dtype), info.dtype)
+        for output, info in zip(outputs, infos, strict=True)
+    ]
 
     def run(tensors: Sequence[torch.Tensor], _: int) -> Iterator[Piece]:
         given = {spec.name: tensor for spec, tensor in zip(inputs, tensors, strict=True)}
@@ -103,7 +126,26 @@ def _whole_step(
             plain = tensor.detach().resolve_conj().resolve_neg()
             yield Piece(TensorInfo(planned.name, planned.shape, dtype), 0, plain.to(dtype))
 
-    return Step((), tuple(infos), 1, None, run, whole=inputs)
+    return Step((), tuple(infos), 1, narrow, run, whole=inputs)
+
+
+def _cast_before(
+    inputs: Sequence[TensorSpec], outputs: Sequence[Traced], infos: Sequence[TensorInfo], convert: ConvertDict
+) -> torch.dtype | None:
+    """Return a narrower dtype to which inputs may be cast before they are gathered and converted; None for no such."""
+    dtypes = {tensor.dtype for tensor in (*inputs, *(output.info for output in outputs))}
+    targets = {info.dtype for info in infos}
+    if len(dtypes) > 1 or len(targets) > 1 or not all(output.is_moved for output in outputs):
+        return None
+    (dtype,), (target,) = dtypes, targets
+    if target.itemsize >= dtype.itemsize:
+        return None
+    try:
+        made = checked(lambda: convert(meta_tensors(replace(spec, dtype=target) for spec in inputs)))
+    except ExportError:
+        return None
+    # What widens to float32, which did nothing to inputs that are that, would now do something.
+    return target if all(made[info.name].dtype == target for info in infos if info.name in made) else None
 
 
 def _check_alone(inputs: Sequence[TensorSpec], outputs: Sequence[Traced], convert: ConvertDict) -> None:
@@ -123,4 +165,4 @@ def _check_alone(inputs: Sequence[TensorSpec], outputs: Sequence[Traced], conver
 
 
 def _cast(info: TensorInfo, cast_of: CastOf) -> TensorInfo:
-    return TensorInfo(info.name, info.shape, cast_of(info.dtype) or info.dtype)
+    return replace(info, dtype=cast_of(info) or info.dtype)

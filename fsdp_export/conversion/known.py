@@ -57,9 +57,9 @@ class KnownTensors:
             return None
         return tuple(own.shape) if own is not None else other
 
-    def unknown(self, names: Iterable[str]) -> list[str]:
-        """Return the names that the class neither knows nor declares to be of no concern."""
-        ignored = self._declared("_keys_to_ignore_on_load_unexpected")
+    def unknown(self, names: Iterable[str], *, are_ignored_too: bool = False) -> list[str]:
+        """Return the names that the class neither knows nor, unless those count too, declares to be of no concern."""
+        ignored = self._declared("_keys_to_ignore_on_load_unexpected") if not are_ignored_too else []
         buffers = {name for name, _ in self._twin.named_buffers()}
         return [
             name
@@ -71,26 +71,24 @@ class KnownTensors:
         ]
 
     def missing(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors that `save_pretrained` would write and that are not among the names.
+        """Return the tensors that `save_pretrained` would write and that are not among the names, in either form.
 
-        They have the names of whichever form, that of the modules or that of the hub, the checkpoint lacks less of.
+        They have the names of whichever form, that of the hub or that of the modules, the checkpoint lacks less of.
         """
         found = {self.find(name) for name in names}
         aliases = find_aliases(self._tensors, self._twin)
         present = {kept for alias, kept in aliases.items() if alias in found}
         left_out = aliases.keys() | present | unsaved_names(self._twin)
         ignored = self._declared("_keys_to_ignore_on_load_missing")
-        saved = [
+        saved = {
             name
             for name in self._tensors
             if name not in left_out and not any(re.search(pattern, name) for pattern in ignored)
-        ]
-        of_modules = [name for name in saved if name not in found]
-        if not of_modules:
-            return []
-        form = self._form.inputs
-        of_hub = [name for name in form if name not in found and not {*form[name]}.isdisjoint(saved)]
-        return min(of_modules, of_hub, key=len)
+        }
+        lacking = {name: saved.intersection(inputs) - found for name, inputs in self._form.inputs.items()}
+        of_hub = [name for name, inputs in lacking.items() if inputs and name not in found]
+        needed = set[str]().union(*(lacking[name] for name in of_hub))
+        return min(of_hub, [name for name in self._tensors if name in needed], key=len)
 
     @property
     def _hub(self) -> dict[str, Shape]:

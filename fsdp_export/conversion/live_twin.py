@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -17,13 +17,15 @@ __all__ = ["pretrained_twins"]
 
 
 _Original = Callable[[nn.Module], nn.Module]
+_REGISTERED = ("_modules", "_parameters", "_buffers")
 
 
 def pretrained_twins(model: nn.Module, original: _Original = lambda module: module) -> list[tuple[str, nn.Module]]:
     """Return a twin of every model of transformers in a module that is not part of another one.
 
     Its modules have the classes of before `fully_shard`, no wrappers around them, and the attributes of those that
-    they are twins of. None of them is initialized, and no code of a model is run.
+    they are twins of, but for modules among these, which are twins too: what a class does to a twin, to tie its weights
+    say, does not reach the module. None of them is initialized, and no code of a model is run.
 
     Args:
         model: The module, wrapped or not.
@@ -40,7 +42,11 @@ def pretrained_twins(model: nn.Module, original: _Original = lambda module: modu
     for name, module in clean_modules(model):
         is_inner = any(name.startswith(path) for path, _ in twins)
         if isinstance(module, modeling.PreTrainedModel) and not is_inner:
-            twins.append((name, _twin_of(module, original, {})))
+            made: dict[int, nn.Module] = {}
+            twins.append((name, _twin_of(module, original, made)))
+            for twin in made.values():
+                parts = vars(twin)
+                parts.update({key: _with_twins(value, made) for key, value in parts.items() if key not in _REGISTERED})
     return twins
 
 
@@ -62,6 +68,17 @@ def _twin_of(module: nn.Module, original: _Original, made: dict[int, nn.Module])
         for name, tensor in getattr(module, kind).items():
             parts[kind][name] = None if tensor is None else _on_meta(tensor)
     return twin
+
+
+def _with_twins(value: object, made: Mapping[int, nn.Module]) -> object:
+    """Return an attribute with twins in the place of modules, which a class may keep in a list beside those it has."""
+    if isinstance(value, nn.Module):
+        return made.get(id(value), value)
+    if type(value) in {list, tuple} and any(isinstance(item, nn.Module) for item in value):  # type: ignore[attr-defined]
+        return type(value)(_with_twins(item, made) for item in value)  # type: ignore[attr-defined, call-arg]
+    if type(value) is dict and any(isinstance(item, nn.Module) for item in value.values()):
+        return {key: _with_twins(item, made) for key, item in value.items()}
+    return value
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

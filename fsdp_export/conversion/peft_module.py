@@ -133,7 +133,7 @@ class PeftModule:
             UsageError: Several are active, or it is not LoRA.
         """
         self._refuse_method(self.active_adapter)
-        by_name = {spec.name: spec for spec in specs}
+        by_name = {spec.name: spec for spec in specs if not spec.name.startswith(self._further_names)}
         names = adapter_names(by_name, self.active_adapter, str(getattr(self.config, "bias", "none")))
         return LoraView("adapter", {new: by_name[old] for new, old in names.items()}, {}, device)
 
@@ -175,6 +175,12 @@ class PeftModule:
     def config(self) -> Any:
         """PEFT's config of the active adapter."""
         return self._configs.get(self.active_adapter)
+
+    @property
+    def _further_names(self) -> tuple[str, ...]:
+        """How names of trained tokens begin that are those of another module, which a tied one has once more."""
+        tokens = ((path, layer) for path, layer in self._modules.items() if _is_a(layer, "TrainableTokensLayer"))
+        return tuple(f"{path}.trainable_tokens_delta." for path, layer in tokens if _is_tied(layer))
 
     @cached_property
     def _configs(self) -> dict[str, Any]:
@@ -241,6 +247,10 @@ def _factors(path: str, layer: Any, adapter: str, specs: Mapping[str, TensorSpec
         has_experts=has_experts,
         is_embedding=is_embedding,
     )
+
+
+def _is_tied(tokens: Any) -> bool:
+    return tokens.tied_adapter is not None
 
 
 def _active(module: Any) -> list[str]:

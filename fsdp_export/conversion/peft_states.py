@@ -74,6 +74,10 @@ class PeftState:
         specs: The tensors.
         file: Where they come from, for messages.
 
+    Attributes:
+        adapter: What that is called; empty where names do not tell.
+        other_adapters: Those that do not count.
+
     Raises:
         UsageError: There are several adapters, and none is called default.
         SourceError: There are adapters of another kind.
@@ -83,7 +87,9 @@ class PeftState:
         self._specs, self._file = {spec.name: spec for spec in specs}, file
         self._parsed = {name: parse(name) for name in self._specs}
         refuse_kind(self._of_other_kinds(), file, "Keep the names that the tensors have with --lora keep")
-        self.adapter = chosen_adapter({parts.adapter for parts in self._parsed.values() if parts.adapter}, file)
+        adapters = {parts.adapter for parts in self._parsed.values() if parts.adapter}
+        self.adapter = chosen_adapter(adapters, file)
+        self.other_adapters = sorted(adapters - {self.adapter})
         self._names = {name: self._base_name(name) for name in self._specs}
         self._refuse_two_of_a_name()
 
@@ -107,7 +113,8 @@ class PeftState:
         Args:
             config: PEFT's config of the adapter.
             device: Where to merge.
-            are_transposed: Tells of a module of the base model whether it has experts whose weights are transposed.
+            are_transposed: Tells of a module of the base model whether its weight, or those of its experts, are
+                transposed; None where that is not known.
 
         Raises:
             SourceError: Something cannot be merged.
@@ -149,12 +156,16 @@ class PeftState:
         weight = self._weight(root)
         if weight is not None:
             scaling = self._scaling(config, root, self._specs[first].shape[0])
+            # PEFT keeps one flag for all layers, that of the last one, where a model has linear ones of both kinds.
+            is_transposed = are_transposed(root)
+            if is_transposed is None:
+                is_transposed = bool(config.get("fan_in_fan_out"))
             factors = Factors(
                 first,
                 second,
                 scaling,
                 parts.get("lora_magnitude_vector"),
-                is_transposed=is_embedding or bool(config.get("fan_in_fan_out")),
+                is_transposed=is_embedding or is_transposed,
                 is_embedding=is_embedding,
             )
             yield weight_update(self._specs, weight, factors, self._file)

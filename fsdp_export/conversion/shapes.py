@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import SourceError, listing
 from ..sidecars.config_json import Edits, edit_json, vocab_edits
+from ..sidecars.fitting import are_packed, is_quantized
 from ..spec import TensorInfo
 from ..table import counted
 from .known import KnownTensors, Shape
@@ -47,11 +48,12 @@ def compare_with_config(
     *,
     folder: Path | None,
     config_file: Path | None,
+    base_names: Collection[str] = (),
 ) -> Comparison:
     """Compare what will be written with what the config's class has. Local, and no value is looked at.
 
     A vocabulary of another size, if it is all that differs, is an edit of the config: embeddings are resized as
-    models are trained. Nothing is compared where weights are packed or where the config names code of its own, and
+    models are trained. No shapes are compared where weights are packed or where the config names code of its own, and
     no names where there are parts of an adapter.
 
     Args:
@@ -61,11 +63,14 @@ def compare_with_config(
         config: The parsed `config.json`.
         folder: The checkpoint, for messages.
         config_file: Where the config was read, for messages.
+        base_names: The names of the tensors of the base model, as far as they are known.
     """
-    if hub is None or _is_special(config):
-        return Comparison()
+    written = {*names, *(output.name for output in outputs)}
+    if hub is None or has_custom_code(config) or (is_quantized(config) and are_packed(outputs)):
+        return Comparison(notes=_notes_on_base(base_names, written, None))
     known = KnownTensors(hub)
-    notes = _notes_on_names(outputs, names, known, hub.class_name)
+    notes = _notes_on_names(outputs, written, known, hub.class_name)
+    notes += _notes_on_base(base_names, written, known) if not is_quantized(config) else []
     misfits = _misfits(outputs, known)
     edits = _resized_vocabulary(misfits, outputs, config)
     if misfits and not edits:
@@ -80,24 +85,26 @@ def compare_with_config(
     return Comparison(edits, notes)
 
 
-def _is_special(config: Mapping[str, Any]) -> bool:
-    """Tell whether weights are packed, or a class from outside of transformers is meant."""
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    return has_custom_code(config) or any(
-        part.get(key) for part in parts for key in ("quantization_config", "compression_config")
-    )
+def _notes_on_base(base_names: Collection[str], names: Collection[str], known: KnownTensors | None) -> list[str]:
+    """Tell what of the base model the checkpoint lacks and its class, if it is known, does not miss: draft heads."""
+    lacking = [name for name in base_names if name not in names]
+    if known is not None:
+        lacking = known.unknown(lacking, are_ignored_too=True)
+    elif len(lacking) * 2 > len(base_names):  # they are of another form, and say nothing
+        return []
+    tensors = counted(len(lacking), "tensor")
+    return [f"the base model has {tensors} that the checkpoint lacks: {listing(lacking)}"] if lacking else []
 
 
 def _notes_on_names(
-    outputs: Iterable[TensorInfo], names: Iterable[str], known: KnownTensors, class_name: str
+    outputs: Iterable[TensorInfo], all_names: Collection[str], known: KnownTensors, class_name: str
 ) -> list[str]:
     written = [output.name for output in outputs]
-    all_names = {*names, *written}
     if any(segment.startswith("lora_") for name in written for segment in name.split(".")):
         return [f"LoRA is not merged: {class_name} will not load these names; call merge_and_unload() before saving"]
     missing, unknown = known.missing(all_names), known.unknown(written)
     num_known = sum(known.find(name) is not None for name in all_names)
-    if num_known * 2 < len(all_names):
+    if missing and num_known * 2 < len(all_names):
         way_out = "--adapter converts names, and --prefix leaves out how they begin"
         facts = f"found {listing(unknown, 2)}, expected {listing(missing, 2)}"
         how_many = "none" if not num_known else f"only {num_known:,} of {len(all_names):,}"

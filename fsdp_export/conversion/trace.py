@@ -31,12 +31,14 @@ class Traced:
         inputs: What it is made of, in the order of the state dict.
         view: How it lies in its only input; None where it was computed.
         storage: A number that it shares with the outputs that lie in one piece of memory with it.
+        is_moved: Whether its elements are those of its inputs, however many these are: a cast may come before it.
     """
 
     info: TensorInfo
     inputs: tuple[TensorSpec, ...]
     view: View | None
     storage: int
+    is_moved: bool
 
     @property
     def whole(self) -> TensorSpec | None:
@@ -98,7 +100,8 @@ def trace(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Traced]:
             )
         info = TensorInfo(name, tuple(tensor.shape), tensor.dtype)
         inputs_of_it = tuple(by_name[origin] for origin in names)
-        traced.append(Traced(info, inputs_of_it, following.view(tensor), _storage(tensor)))
+        is_moved = following.is_moved(tensor)
+        traced.append(Traced(info, inputs_of_it, following.view(tensor), _storage(tensor), is_moved))
     return traced
 
 
@@ -153,6 +156,10 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
 
+# Besides views, of which it knows by their storage: what makes a tensor of nothing but the elements that it is given.
+_MOVES = {torch.ops.aten.clone.default, torch.ops.aten.cat.default, torch.ops.aten.stack.default}
+
+
 class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows which inputs went into every storage. Views have the storage of what they are views of.
 
@@ -171,6 +178,7 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._layouts = {
             _storage(tensor): Layout.of_itself(name, tensor.numel()) for name, tensor in inputs.items()
         }  # of storages that hold elements of an input and nothing else
+        self._moved = {_storage(tensor): tensor.dtype for tensor in inputs.values()}  # of elements of inputs alone
         self.changed: list[str] = []
         self._alive: list[Any] = []  # the number of a storage that was freed is given to another one
 
@@ -185,6 +193,10 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         return layout.find(tuple(tensor.shape), _view(tensor))
 
+    def is_moved(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor has elements of inputs of its dtype, moved and never computed with."""
+        return self._moved.get(_storage(tensor)) == tensor.dtype and not tensor.is_conj() and not tensor.is_neg()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note what its results are made of."""
         result = func(*args, **(kwargs or {}))
@@ -197,11 +209,14 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.changed += [self._inputs[key] for key in map(_storage, mutated) if key in self._inputs]
         for tensor in mutated:
             self._layouts.pop(_storage(tensor), None)
+            self._moved.pop(_storage(tensor), None)
         if func is torch.ops.aten.clone.default and self.view(given[0]) is not None:
             layout = self._layouts[_storage(given[0])]
             copied = layout.copied(tuple(result.shape), _view(given[0]), tuple(result.stride()))
             if copied is not None:
                 self._layouts[_storage(result)] = copied
+        if func in _MOVES and all(map(self.is_moved, given)):
+            self._moved[_storage(result)] = result.dtype
         for tensor in (*_tensors(result), *mutated):
             self._origins[_storage(tensor)] = self.origins(tensor) | origins
             self._alive.append(tensor)

@@ -8,6 +8,7 @@ a twin of the model that has the classes of before. Version 4 renames the parts 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,9 +22,11 @@ from torch import nn
 
 from ..errors import PlanError, listing
 from ..spec import Sharding, TensorSpec
-from .cut import Conversion
+from ..steps import Step
+from .aliases import unsaved_names
+from .cut import CastOf, Conversion
 from .peft_module import PeftModule, base_twins
-from .trace import ConvertDict, Traced, checked, trace
+from .trace import ConvertDict, Traced, checked, meta_tensors, trace
 
 __all__ = ["HubConversion", "HubForm", "convert_live", "convert_stored"]
 
@@ -45,7 +48,7 @@ class HubConversion(Conversion):
         blocks: Outputs that `save_pretrained` keeps in one file, and a number that those share which it does.
 
     Raises:
-        PlanError: Some tensors cannot be turned back, or are not all there.
+        PlanError: Some tensors cannot be turned back.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class HubConversion(Conversion):
         hub: HubForm | None = None,
     ) -> None:
         try:
-            super().__init__(convert, specs)
+            super().__init__(convert, specs, f"transformers' {class_name}")
         except PlanError as error:
             if error.__cause__ is None:
                 raise
@@ -70,8 +73,8 @@ class HubConversion(Conversion):
         if self.unused:
             what, fix = f"tensors of which {class_name} would lose all values", "Give an adapter that converts them"
             raise PlanError(what, file=folder, found=listing(self.unused), fix=fix)
-        if hub is not None:
-            self._check_complete(hub, folder)
+        self._expected: Mapping[str, Sequence[str]] = hub.inputs if hub is not None else {}
+        self._folder = folder
         self.blocks = _blocks(self._traced.values()) if hub is None else hub.blocks
 
     @property
@@ -81,25 +84,34 @@ class HubConversion(Conversion):
         made = [output for output in outputs if output.whole is None or output.whole.name != output.info.name]
         return len({spec for output in made for spec in output.inputs}), len(made)
 
-    def renamed(self, name: str) -> str:
-        """Return the hub's name of a tensor, which may be one that is left out since it is tied; else its own."""
-        outputs = checked(lambda: self._convert({name: torch.empty(0, device="meta")}))
-        return next(iter(outputs)) if len(outputs) == 1 else name
+    def renamed(self, tied: TensorSpec) -> str:
+        """Return the hub's name of a tensor that is left out since it is tied; its own where it would be several."""
+        outputs = checked(lambda: self._convert(meta_tensors([tied])))
+        return next(iter(outputs)) if len(outputs) == 1 else tied.name
 
-    def _check_complete(self, hub: HubForm, folder: Path | None) -> None:
+    def steps(self, names: Collection[str], cast_of: CastOf) -> list[Step]:
+        """Cut the conversion into steps, as `Conversion` does.
+
+        Raises:
+            PlanError: Also of an output of which some inputs are missing.
+        """
+        for name in self.names:
+            if name in names:
+                self._check_complete(name)
+        return super().steps(names, cast_of)
+
+    def _check_complete(self, name: str) -> None:
         """Refuse what a part of its tensors would make: a tensor of another shape under the same name."""
-        for name, output in self._traced.items():
-            expected = hub.inputs.get(name, ())
-            found = {spec.name for spec in output.inputs}
-            if found < set(expected):
-                raise PlanError(
-                    "a tensor of which a part is missing",
-                    name=name,
-                    file=folder,
-                    expected=f"{len(expected)} tensors: {listing(expected)}",
-                    found=listing(found),
-                    fix=f"Leave what there is out with --exclude {name}",
-                )
+        expected, found = self._expected.get(name, ()), self.made_of(name)
+        if set(found) < set(expected):
+            raise PlanError(
+                "a tensor of which a part is missing",
+                name=name,
+                file=self._folder,
+                expected=f"{len(expected)} tensors: {listing(expected)}",
+                found=listing(found),
+                fix=f"Leave what there is out with --exclude {name}",
+            )
 
 
 class HubForm:
@@ -206,7 +218,8 @@ def convert_live(model: nn.Module, specs: Sequence[TensorSpec], peft: PeftModule
 def convert_stored(hub: HubForm, specs: Sequence[TensorSpec], folder: Path | None) -> HubConversion:
     """Plan what `save_pretrained` would make of the tensors of a checkpoint, and their order.
 
-    What has a name of the hub already, and none of a module, stays as it is.
+    What has a name of the hub already, and none of a module, stays as it is. Tables that the class computes anew are
+    left out. One value has the shape of the class: FSDP2 takes no 0-dim parameter, and transformers no other one.
 
     Args:
         hub: The form that the model of its config has.
@@ -217,16 +230,24 @@ def convert_stored(hub: HubForm, specs: Sequence[TensorSpec], folder: Path | Non
         PlanError: As `HubConversion`; or two tensors get one name.
     """
     position = {name: index for index, name in enumerate(hub.inputs)}
+    left_out = unsaved_names(hub.twin)
+    specs = [spec for spec in specs if spec.name not in left_out]
     names = {spec.name for spec in specs}
     stays = names if names <= position.keys() else position.keys() - hub.own.keys()
 
     def convert(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         outputs = dict(hub.convert({name: tensor for name, tensor in tensors.items() if name not in stays}))
         _add(outputs, {name: tensor for name, tensor in tensors.items() if name in stays})
-        return {name: outputs[name] for name in sorted(outputs, key=lambda name: position.get(name, len(position)))}
+        ordered = sorted(outputs, key=lambda name: position.get(name, len(position)))
+        return {name: _shaped_as(hub.shapes.get(name), outputs[name]) for name in ordered}
 
     marked = [replace(spec, is_buffer=True) if spec.name in hub.buffers else spec for spec in specs]
     return HubConversion(convert, marked, class_name=hub.class_name, folder=folder, hub=hub)
+
+
+def _shaped_as(shape: tuple[int, ...] | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Return one value in the shape that it should have, and all else as it is."""
+    return tensor.reshape(shape) if shape is not None and tensor.numel() == math.prod(shape) == 1 else tensor
 
 
 def _remember_prefixes(twin: Any, names: frozenset[str]) -> None:
@@ -296,7 +317,8 @@ def _former_reversal(twin: nn.Module) -> ConvertDict:
 def _add(outputs: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
     for name in more:
         if name in outputs:
-            raise PlanError("two tensors that get one name", name=name, fix="Leave one of them out with exclude")
+            fix = "Save a state dict in which only one of them is"
+            raise PlanError("two tensors that get one name", name=name, fix=fix)
     outputs.update(more)
 
 
@@ -309,14 +331,14 @@ def _blocks(traced: Iterable[Traced]) -> dict[str, int]:
 
 def _culprits(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[str]:
     """Return the tensors without which a conversion does not fail; layers and experts count as one."""
-    groups: dict[str, list[TensorSpec]] = {}
-    for spec in specs:
-        groups.setdefault(re.sub(r"\d+", "*", spec.name), []).append(spec)
-    if len(groups) > _MAX_DIAGNOSED:
-        return [spec.name for spec in specs]
-    return [name for name, own in groups.items() if _succeeds(convert, [s for s in specs if s not in own])] or [
-        spec.name for spec in specs
-    ]
+    groups = [re.sub(r"\d+", "*", spec.name) for spec in specs]
+    kinds = dict.fromkeys(groups)
+
+    def all_but(kind: str) -> list[TensorSpec]:
+        return [spec for spec, group in zip(specs, groups, strict=True) if group != kind]
+
+    culprits = [kind for kind in kinds if _succeeds(convert, all_but(kind))] if len(kinds) <= _MAX_DIAGNOSED else []
+    return culprits or [spec.name for spec in specs]
 
 
 def _succeeds(convert: ConvertDict, specs: Sequence[TensorSpec]) -> bool:

@@ -16,6 +16,6 @@ On a file system without flock (some NFS and Lustre mounts) the process that `lo
 lives, on another host for ever, and runs that begin in the same instant are not kept apart.
 """
 
-from .publication import MARKER, Publication, files_replaced_by, recover
+from .publication import MARKER, Publication, files_replaced_by, foreign_weights, is_name, recover
 
-__all__ = ["MARKER", "Publication", "files_replaced_by", "recover"]
+__all__ = ["MARKER", "Publication", "files_replaced_by", "foreign_weights", "is_name", "recover"]

@@ -17,7 +17,7 @@ from ..paths import read_file
 from .file_system import is_real_folder, make_folder, sink_errors, sync, sync_folders
 from .inner_folder import INSTALL, OWN_FILES, PREFIX, RETIRE, RETIRED, TOKEN, WRITING, InnerFolder
 
-__all__ = ["MARKER", "Publication", "files_replaced_by", "recover"]
+__all__ = ["MARKER", "Publication", "files_replaced_by", "foreign_weights", "is_name", "recover"]
 
 MARKER = "fsdp_export.json"
 """Name of the record that an export leaves beside its weights: a JSON object whose `files` lists its files' names."""
@@ -155,7 +155,7 @@ class Publication:
         self._inner.release()
 
     def _check(self, new: set[str]) -> None:
-        unusable = {name for name in new if not _is_name(name) or name in OWN_FILES}
+        unusable = {name for name in new if not is_name(name) or name in OWN_FILES}
         missing = new - self._inner.files() - unusable
         folders = {name for name in new - unusable if is_real_folder(self.folder / name)}
         for what, names, fix in (
@@ -240,13 +240,18 @@ def _recorded_in(folder: Path) -> set[str]:
     """Return the names that the record of an earlier export lists; none if there is no record that can be read."""
     try:
         names = json.loads(read_file(folder / MARKER))["files"]
-        return {name for name in names if _is_name(name)}
+        return {name for name in names if is_name(name)}
     except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
         return set()
 
 
+def foreign_weights(folder: Path) -> set[str]:
+    """Return the names of what loaders take for weights in a folder and no export recorded."""
+    return _weights_in(folder) - _recorded_in(folder)
+
+
 def _refuse_foreign_weights(folder: Path, *, overwrite: bool) -> None:
-    foreign = _weights_in(folder) - _recorded_in(folder)
+    foreign = foreign_weights(folder)
     if foreign and not overwrite:
         raise SinkError(
             "weights that no export recorded",
@@ -297,7 +302,7 @@ def _remove(folder: Path, name: str) -> None:
 
 def _read_retired(path: Path) -> list[str]:
     try:
-        return [name for name in json.loads(read_file(path)) if _is_name(name)]
+        return [name for name in json.loads(read_file(path)) if is_name(name)]
     except (FileNotFoundError, ValueError, TypeError, RecursionError) as error:
         raise SinkError(
             f"{path.parent.name}/{path.name} of an interrupted export is damaged",
@@ -306,7 +311,7 @@ def _read_retired(path: Path) -> list[str]:
         ) from error
 
 
-def _is_name(name: object) -> bool:
+def is_name(name: object) -> bool:
     """Tell whether this is a relative path that stays in its folder, outside of the inner folders."""
     if not isinstance(name, str) or "\0" in name or name.startswith(PREFIX):
         return False

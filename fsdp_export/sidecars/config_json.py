@@ -17,10 +17,12 @@ __all__ = [
     "REMOVED",
     "Edits",
     "KeyPath",
+    "added_rope_edits",
     "class_edits",
     "differences",
     "dtype_edits",
     "edit_json",
+    "named_dtype",
     "parse_object",
     "rope_edits",
     "tie_edits",
@@ -36,6 +38,8 @@ REMOVED: Final = object()
 
 _MAX_DEPTH = 100
 _DTYPE_KEYS = ("dtype", "torch_dtype")
+# They have dtypes of their own, of what weights are packed into.
+_QUANTIZATION = frozenset({"quantization_config", "compression_config"})
 
 # What is not a property of the checkpoint, or is set by rules of its own.
 # Marian has one of its own for the decoder, which resizing changes with the other.
@@ -113,18 +117,25 @@ def class_edits(config: Mapping[str, Any], class_name: str | None) -> Edits:
     return edits
 
 
-def dtype_edits(config: Mapping[str, Any], dtype: torch.dtype) -> Edits:
+def named_dtype(config: Mapping[str, Any]) -> str | None:
+    """Return the dtype that a config names, for the whole model or for its text part."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return next((str(part[key]) for part in parts for key in _DTYPE_KEYS if part.get(key)), None)
+
+
+def dtype_edits(config: Mapping[str, Any], dtype: torch.dtype, *, everywhere: bool = False) -> Edits:
     """Return the edits that make the config's dtype that of the files, in whichever spelling it has.
 
-    Parts of the model (`text_config`) follow where they had the dtype of the whole. A config that says nothing means
-    float32 to those who read no file, so it stays as it is for float32 files.
+    Parts of the model (`text_config`) follow where they had the dtype of the whole, or all of them. A config that says
+    nothing means float32 to those who read no file, so it stays as it is for float32 files.
     """
     name = str(dtype).removeprefix("torch.")
     paths = {path: value for path, value in _leaves(config) if path[-1] in _DTYPE_KEYS and isinstance(value, str)}
+    paths = {path: value for path, value in paths.items() if _QUANTIZATION.isdisjoint(path)}
     whole = {path: value for path, value in paths.items() if len(path) == 1} or paths
     if not whole:
         return {} if dtype is torch.float32 else {("torch_dtype",): name}
-    old = set(whole.values())
+    old = set(paths.values() if everywhere else whole.values())
     return {path: name for path, value in paths.items() if value != name and value in old}
 
 
@@ -154,6 +165,12 @@ def rope_edits(config: Mapping[str, Any]) -> Edits:
             {(*path, key): value for key, value in _legacy_rope(part).items() if part.get(key, REMOVED) != value}
         )
     return edits
+
+
+def added_rope_edits(config: Mapping[str, Any]) -> Edits:
+    """Return those of `rope_edits` that contradict nothing: without them transformers 4 takes its own default."""
+    parts = dict(_parts(config))
+    return {path: value for path, value in rope_edits(config).items() if path[-1] not in parts[path[:-1]]}
 
 
 def differences(read: Mapping[str, Any], live: Mapping[str, Any], written: Mapping[str, Any]) -> Edits:

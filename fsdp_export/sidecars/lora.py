@@ -10,18 +10,21 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ..conversion.peft import LoraAdapter, parents
+from ..conversion.peft_names import is_embedding
 from ..errors import SourceError, listing
-from .collect import Sidecar, Sidecars, read_config
+from ..paths import is_folder
 from .config_json import Edits, edit_json
 from .live_config import model_class
+from .of_folder import origin_in, read_config
 from .origins import CONFIG, GENERATION_CONFIG, levels
+from .sidecar import Origin, Sidecar, Sidecars, changed_keys
 
 __all__ = ["ADAPTER_CONFIG", "live_lora_sidecars", "lora_config", "lora_sidecars"]
 
@@ -76,23 +79,27 @@ def lora_sidecars(
     """
     files = [sidecar for sidecar in found.files if sidecar.name not in {CONFIG, GENERATION_CONFIG}]
     missing = [what for what in found.missing if not what.startswith((f"{CONFIG}:", f"{GENERATION_CONFIG}:"))]
-    sidecars = Sidecars(files, missing, list(found.warnings))
+    sidecars = Sidecars(files, missing, list(found.warnings), base_model=found.base_model)
     known = _find(folder)
     config = found.config or {}
+    origin = origin_in(known.path.parent, folder) if folder is not None else Origin("source", known.path.parent)
     if known.path.name == ADAPTER_CONFIG:
         _check(known, adapter)
-        base = base_model or known.base or config.get("_name_or_path")
-        content, dropped = _fitted(known, adapter, base)
+        base = _findable(base_model or known.base or config.get("_name_or_path"), sidecars, of_user=bool(base_model))
+        edits, dropped = _fit(known, adapter, base)
+        content = _edited(known.path, edits)
+        origin = origin.but(changed_keys(edits))
         if dropped:
             sidecars.warnings.append(f"modules_to_save of {known.path} are not in the checkpoint: {listing(dropped)}")
     else:
-        base = base_model or config.get("_name_or_path")
+        base = _findable(base_model or config.get("_name_or_path"), sidecars, of_user=bool(base_model))
         content = _made(known, adapter, config, base)
+        origin = replace(origin, folder=None, made_of=f"the tensors and {known.path.name}")
         sidecars.warnings.append(
             f"{ADAPTER_CONFIG} is made of the tensors and {known.path.name}, which does not tell use_rslora and "
             "alpha_pattern: they count as off"
         )
-    sidecars.files.insert(0, Sidecar(ADAPTER_CONFIG, f"from {known.path}", content))
+    sidecars.files.insert(0, Sidecar(ADAPTER_CONFIG, origin, content))
     if not base:
         sidecars.missing.append(f"base_model_name_or_path in {ADAPTER_CONFIG}: --base-model gives it")
     return sidecars
@@ -112,7 +119,9 @@ def live_lora_sidecars(config: Any, base: nn.Module) -> Sidecars:
         cls = model_class(base)
         content["auto_mapping"] = {"base_model_class": cls.__name__, "parent_library": cls.__module__}
     text = json.dumps(content, indent=2, sort_keys=True)
-    sidecars = Sidecars([Sidecar(ADAPTER_CONFIG, "made of the live config", text.encode())])
+    origin = Origin("live object", made_of="the live config")
+    sidecars = Sidecars([Sidecar(ADAPTER_CONFIG, origin, text.encode())])
+    _findable(content["base_model_name_or_path"], sidecars, of_user=False)
     if not content["base_model_name_or_path"]:
         sidecars.missing.append(f"base_model_name_or_path in {ADAPTER_CONFIG}: the config has none")
     return sidecars
@@ -169,6 +178,8 @@ def _check(known: _Known, adapter: LoraAdapter, otherwise: str = _TENSORS_ALONE)
     ends = set(map(str, targets)) if isinstance(targets, list) else set()
     for module in adapter.ranks if ends else ():
         segments = module.split(".")
+        if values.get("ensure_weight_tying") and is_embedding(module):  # PEFT has adapted what is tied to a target too
+            continue
         if all(".".join(segments[first:]) not in ends for first in range(len(segments))):
             raise SourceError(_NOT_ITS, name=module, file=known.path, found=f"targets {listing(ends)}", fix=another)
 
@@ -180,8 +191,25 @@ def _check_ranks(known: _Known, adapter: LoraAdapter, ranks: Collection[int], fi
             raise SourceError(_NOT_ITS, name=module, file=known.path, expected=f"rank {rank}", found=found, fix=fix)
 
 
-def _fitted(known: _Known, adapter: LoraAdapter, base: object) -> tuple[bytes | Path, list[str]]:
-    """Return the file that was found, with the keys edited that the tensors prove wrong, and what it saves in vain."""
+def _findable(base: object, sidecars: Sidecars, *, of_user: bool) -> object:
+    """Return what names the base model, a folder that the user gave by a path that does not depend on where they stand.
+
+    What a config of the training says is taken as it is: nobody knows where that stood.
+    """
+    if not isinstance(base, str) or Path(base).is_absolute():
+        return base
+    key = f"base_model_name_or_path in {ADAPTER_CONFIG}"
+    if of_user and is_folder(Path(base)):
+        absolute = str(Path(base).resolve())
+        sidecars.warnings.append(f"{key} becomes {absolute}; a hub id would mean the same on other machines")
+        return absolute
+    if base.startswith(".") or base.count("/") > 1 or is_folder(Path(base)):  # a hub's id is at most owner/name
+        sidecars.warnings.append(f"{key} is {base}, a relative path, which PEFT looks for where it is started")
+    return base
+
+
+def _fit(known: _Known, adapter: LoraAdapter, base: object) -> tuple[Edits, list[str]]:
+    """Return the edits of the keys that the tensors prove wrong, and what the file saves in vain."""
     saved = adapter.saved_modules
     wholes = {whole for module in saved for whole in (module, *parents(module))}
     named = known.values.get("modules_to_save")
@@ -194,8 +222,11 @@ def _fitted(known: _Known, adapter: LoraAdapter, base: object) -> tuple[bytes | 
         edits["modules_to_save",] = [*kept, *added] or None
     if base and known.base != base:
         edits["base_model_name_or_path",] = base
-    text = known.path.read_bytes().decode()
-    return (edit_json(text, edits).encode() if edits else known.path), sorted(set(names) - set(kept))
+    return edits, sorted(set(names) - set(kept))
+
+
+def _edited(path: Path, edits: Edits) -> bytes | Path:
+    return edit_json(path.read_bytes().decode(), edits).encode() if edits else path
 
 
 def _made(known: _Known, adapter: LoraAdapter, config: Mapping[str, Any], base: object) -> bytes:

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..errors import NotFoundError
 from ..paths import is_file, is_folder, read_file
 from .config_json import parse_object
+from .custom_code import code_files
 
 __all__ = [
     "CONFIG",
     "GENERATION_CONFIG",
     "TOKENIZER_CONFIG",
-    "code_files",
     "find",
     "levels",
     "locate_base",
@@ -30,6 +28,8 @@ __all__ = [
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+# It is no sidecar: it tells the names of the base model's tensors.
+_INDEX = "model.safetensors.index.json"
 
 _TOKENIZER = (
     "tokenizer.json",
@@ -37,10 +37,15 @@ _TOKENIZER = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
+    "vocab-*.json",
     "merges.txt",
     "*.model",
+    "*.spm",
     "*.tiktoken",
+    "*.tokenizer",
     "tekken.json",
+    *("bpe.codes", "byte_maps.json", "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json"),
+    *("target_vocab.json", "word_pronunciation.json", "word_shape.json"),
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
@@ -49,7 +54,6 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json", "video_prepro
 _NEVER = re.compile(r".*\.(safetensors|bin|pt|pth|h5|gguf|msgpack|index\.json)")
 
 _NUM_PARENTS = 3
-_MAX_CODE_BYTES = 4 << 20
 # Where trainers put config and tokenizer beside the weights: verl; NeMo Automodel, twice; NeMo RL its tokenizer.
 _INNER_FOLDERS = ("huggingface", ".hf_metadata", "consolidated", "tokenizer")
 
@@ -76,31 +80,16 @@ def tokenizer_files(folder: Path) -> dict[str, Path]:
 
     A vocabulary alone is taken for a tokenizer only beside a model's config.
     """
-    files = find(folder, *_TOKENIZER)
     if not find(folder, "tokenizer.json", TOKENIZER_CONFIG, CONFIG):
         return {}
-    if TOKENIZER_CONFIG in files:
-        with suppress(OSError, ValueError):  # one that cannot be read is copied all the same
-            files.update(code_files(folder, parse_object(read_file(files[TOKENIZER_CONFIG]))))
-    return files
+    files = find(folder, *_TOKENIZER)
+    return files | _code_of(folder, files, [TOKENIZER_CONFIG])
 
 
 def processor_files(folder: Path) -> dict[str, Path]:
-    """Return the files of an image, audio or video processor by their names."""
-    return find(folder, *_PROCESSOR)
-
-
-def code_files(folder: Path, config: Mapping[str, Any]) -> dict[str, Path]:
-    """Return the Python files that a config names in `auto_map`, and those that these import from beside them."""
-    files: dict[str, Path] = {}
-    waiting = list(_modules(config.get("auto_map")))
-    while waiting:
-        name = f"{waiting.pop()}.py"
-        path = folder / name
-        if name not in files and is_file(path):
-            files[name] = path
-            waiting += _imports_beside(path)
-    return dict(sorted(files.items()))
+    """Return the files of an image, audio or video processor by their names, with code."""
+    files = find(folder, *_PROCESSOR)
+    return files | _code_of(folder, files, _PROCESSOR)
 
 
 def locate_local(name: object, revision: object = None) -> Path | None:
@@ -168,7 +157,7 @@ def _download(model_id: str, cached: Path | None) -> tuple[Path | None, str | No
         folder = snapshot_download(
             model_id,
             revision=cached.name if cached is not None else None,
-            allow_patterns=[CONFIG, GENERATION_CONFIG, *_TOKENIZER, *_PROCESSOR, "*.py"],
+            allow_patterns=[CONFIG, GENERATION_CONFIG, _INDEX, *_TOKENIZER, *_PROCESSOR, "*.py"],
             ignore_patterns=["*.bin", "*/*.py", "*/*.model"],
         )
     except Exception as error:  # noqa: BLE001  whatever an HTTP client raises, in each version of the hub's library
@@ -176,22 +165,10 @@ def _download(model_id: str, cached: Path | None) -> tuple[Path | None, str | No
     return Path(folder), None
 
 
-def _modules(auto_map: object) -> Iterator[str]:
-    """Yield the modules that an `auto_map` names; those of other repositories (`id--module.Class`) are left there."""
-    values = auto_map.values() if isinstance(auto_map, dict) else ()
-    for value in values:
-        for reference in value if isinstance(value, list | tuple) else [value]:
-            module = re.fullmatch(r"(\w+)\.\w+", str(reference))
-            if module and not module[1].startswith("_fsdp_"):
-                yield module[1]
-
-
-def _imports_beside(path: Path) -> Iterator[str]:
-    """Yield the modules that a Python file imports from its own folder, by reading it."""
-    try:
-        tree = ast.parse(read_file(path, _MAX_CODE_BYTES))
-    except (OSError, SyntaxError, ValueError, MemoryError, RecursionError):
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
-            yield from [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]
+def _code_of(folder: Path, files: Mapping[str, Path], names: Iterable[str]) -> dict[str, Path]:
+    """Return the code that some of these files name; one of them that cannot be read is copied all the same."""
+    code: dict[str, Path] = {}
+    for name in names:
+        with suppress(KeyError, OSError, ValueError):
+            code |= code_files(folder, parse_object(read_file(files[name])))
+    return code

@@ -10,8 +10,9 @@ from typing import Any
 
 from .config_json import REMOVED, Edits, edit_json
 from .origins import TOKENIZER_CONFIG, locate_local, processor_files, tokenizer_files
+from .sidecar import Origin, Sidecars
 
-__all__ = ["TokenizerFiles", "files_of"]
+__all__ = ["TokenizerFiles", "add_tokenizer", "files_of"]
 
 _SPECIAL_TOKENS = "special_tokens_map.json"
 _TEMPLATE = "chat_template.jinja"
@@ -36,6 +37,24 @@ class TokenizerFiles:
     files: dict[str, Path | bytes]
     folder: Path | None = None
     changed: str | None = None
+
+
+def add_tokenizer(sidecars: Sidecars, tokenizer: object | None) -> None:
+    """Add the files of a tokenizer or processor that was given, or note that none was."""
+    if tokenizer is None:
+        sidecars.missing.append("tokenizer: none was given")
+        return
+    try:
+        found = files_of(tokenizer)
+    except Exception as error:  # noqa: BLE001  one of any class may fail anywhere; weights are worth more
+        sidecars.lacks("tokenizer", str(error))
+        return
+    if found.folder is not None:
+        copies = {name: content for name, content in found.files.items() if isinstance(content, Path)}
+        sidecars.add(copies, Origin.elsewhere("live object", found.folder))
+    sidecars.add(found.files, Origin("live object", made_of="the tokenizer that was given"))
+    if found.changed is not None:
+        sidecars.warnings.append(f"the tokenizer is not that of {found.folder}: {found.changed}")
 
 
 def files_of(tokenizer: Any) -> TokenizerFiles:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,7 @@ from ..steps import Piece
 from ..table import dtype_name
 from ..verification import Difference, Verification
 from .base import Delivery, Sink
+from .compare_files import compare_files
 
 __all__ = ["CompareSink", "Written"]
 
@@ -75,6 +76,8 @@ class CompareSink(Sink):
         self._plan: Plan | None = None
         self._specs: dict[str, TensorSpec] = {}
         self._differences: dict[str, Difference] = {}
+        self._file_differences: list[Difference] = []
+        self._num_files: int | None = None
         self._lock = threading.Lock()
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
@@ -87,7 +90,8 @@ class CompareSink(Sink):
             self._written = self._open_written()
         except ExportError as error:
             raise ComparisonError(f"what was written cannot be read back: {error}") from error
-        for file in {self._written.file_of(spec.name) for spec in self._written.specs if spec.num_bytes}:
+        files = {self._written.file_of(spec.name) for spec in self._written.specs if spec.num_bytes}
+        for file in files:
             _drop_pages(file)
         self._plan, self._differences = plan, {}
         self._specs = {spec.name: spec for spec in self._written.specs}
@@ -97,6 +101,9 @@ class CompareSink(Sink):
         for spec in self._written.specs:
             if spec.name not in expected:
                 self._add(Difference("unexpected", spec.name, self._file(spec.name), found=_describe(spec)))
+        if rank == plan.ranks[0]:
+            compared = compare_files(self.folder, files, are_equal=not self._differences)
+            self._file_differences, self._num_files = compared.differences, compared.num_files
 
     def write(self, piece: Piece) -> None:
         """Compare the bytes of rows; see `Sink.write`."""
@@ -123,16 +130,25 @@ class CompareSink(Sink):
         self.close()
 
     def card(self) -> str:
-        """Return what this rank found, for `verification`; empty if all was equal."""
+        """Return what this rank found, for `verification`; empty if all was equal and it looked at tensors alone."""
         assert self._plan is not None
-        if not self._differences:
+        if not self._differences and not self._file_differences and self._num_files is None:
             return ""
         outputs = [output.name for output in self._plan.outputs]
         differing = [name in self._differences for name in outputs]
         ordered = dict.fromkeys([*outputs, *self._differences])
         found = [asdict(self._differences[name]) for name in ordered if name in self._differences]
-        num_unexpected = len(found) - sum(differing)
-        return json.dumps(["".join("01"[differs] for differs in differing), num_unexpected, found[:_MAX_DIFFERENCES]])
+        of_files = list(map(asdict, self._file_differences))
+        return json.dumps(
+            {
+                "differing": "".join("01"[differs] for differs in differing),
+                "num_unexpected": len(found) - sum(differing),
+                "found": found[:_MAX_DIFFERENCES],
+                "num_of_files": len(of_files),
+                "of_files": of_files[:_MAX_DIFFERENCES],
+                "num_files": self._num_files,
+            }
+        )
 
     def verification(self, cards: Sequence[str], seconds: float) -> Verification:
         """Join what all ranks found.
@@ -143,21 +159,25 @@ class CompareSink(Sink):
         """
         assert self._plan is not None
         outputs = [output.name for output in self._plan.outputs]
-        differing: set[str] = set()
-        num_unexpected = 0
+        found = [json.loads(card) for card in cards if card]
+        differing = {name for each in found for name, bit in zip(outputs, each["differing"], strict=True) if bit == "1"}
         joined: dict[str, Difference] = {}
-        for mask, unexpected, found in (json.loads(card) for card in cards if card):
-            differing.update(name for name, bit in zip(outputs, mask, strict=True) if bit == "1")
-            # Every rank sees the same files.
-            num_unexpected = max(num_unexpected, unexpected)
-            for fields in found:
-                difference = Difference(**{**fields, "index": tuple(fields["index"])})
-                known = joined.get(difference.name)
-                joined[difference.name] = difference if known is None else known.joined(difference)
+        for difference in (_read(fields) for each in found for fields in each["found"]):
+            known = joined.get(difference.name)
+            joined[difference.name] = difference if known is None else known.joined(difference)
         ordered = dict.fromkeys([*outputs, *joined])
-        first = [joined[name] for name in ordered if name in joined][:_MAX_DIFFERENCES]
+        # Every rank sees the same files, and the first one looks at what is in them besides tensors.
+        num_unexpected = max((each["num_unexpected"] for each in found), default=0)
+        of_files = [_read(fields) for each in found for fields in each["of_files"]]
+        num_of_files = sum(each["num_of_files"] for each in found)
         return Verification(
-            self.folder, len(outputs), self._plan.num_bytes, seconds, len(differing) + num_unexpected, first
+            self.folder,
+            len(outputs),
+            self._plan.num_bytes,
+            seconds,
+            num_differing=len(differing) + num_unexpected + num_of_files,
+            differences=[*(joined[name] for name in ordered if name in joined), *of_files][:_MAX_DIFFERENCES],
+            num_files=next((each["num_files"] for each in found if each["num_files"] is not None), None),
         )
 
     def _compare_info(self, output: TensorInfo) -> None:
@@ -190,6 +210,10 @@ class CompareSink(Sink):
         with self._lock:
             known = self._differences.get(difference.name)
             self._differences[difference.name] = difference if known is None else known.joined(difference)
+
+
+def _read(fields: dict[str, Any]) -> Difference:
+    return Difference(**{**fields, "index": tuple(fields["index"])})
 
 
 def _describe(info: TensorInfo) -> str:

@@ -18,9 +18,9 @@ from ..layout import FileLayout, lay_out
 from ..memory import bytes_of
 from ..plan import Plan
 from ..publish import MARKER, Publication
+from ..record import render
 from ..spec import TensorInfo
 from ..steps import Piece, StoredPiece
-from ..version import __version__
 from .base import Delivery, Sink
 from .copying import copy_bytes
 from .ring import PinnedRing
@@ -51,7 +51,7 @@ class FileSink(Sink):
     Args:
         folder: Where the files appear, all at once, when the export is complete.
         lay_out_files: Maps a plan to its files; called on every rank, with the same result.
-        provenance: What the export was made from, for the record beside the files.
+        provenance: Tells what the export was made from, for the record beside the files; called on the first rank.
         overwrite: Whether weights that we did not write may be replaced.
         fsync: Whether to wait until the disk has the bytes.
 
@@ -71,7 +71,7 @@ class FileSink(Sink):
         folder: Path,
         *,
         lay_out_files: Callable[[Plan], list[FileLayout]] = single_file,
-        provenance: Mapping[str, object] | None = None,
+        provenance: Callable[[], Mapping[str, object]] = dict,
         overwrite: bool = False,
         fsync: bool = True,
     ) -> None:
@@ -81,7 +81,8 @@ class FileSink(Sink):
         self.written: dict[str, int] = {}
         self.fsync = fsync
         self.write_bytes = _WRITE_BYTES
-        self._lay_out_files, self._provenance = lay_out_files, dict(provenance or {})
+        self._lay_out_files, self._provenance = lay_out_files, provenance
+        self._made_from: Mapping[str, object] = {}
         self._overwrite = overwrite
         self._plan: Plan | None = None
         self._publication: Publication | None = None
@@ -100,6 +101,7 @@ class FileSink(Sink):
             SinkError: The folder cannot be used, or has too little space.
         """
         layouts = self._lay_out_files(plan)
+        self._made_from = self._provenance()
         self._publication = Publication.begin(self.folder, overwrite=self._overwrite, fsync=self.fsync)
         if self._publication.recovered:
             _log.warning("%s: %s", self.folder, self._publication.recovered)
@@ -194,18 +196,22 @@ class FileSink(Sink):
         assert self._publication is not None
         assert self._plan is not None
         staging = self._publication.staging
-        names = [*(layout.name for layout in self.layouts), *self.write_extras(staging, self._plan)]
+        facts: dict[str, Mapping[str, object]] = {
+            layout.name: {"tensors": len(layout.offsets)} for layout in self.layouts
+        }
+        facts.update(self.write_extras(staging, self._plan))
         sizes = {}
-        for name in names:
+        for name in facts:
             with _write_errors(staging / name):
                 sizes[name] = (staging / name).stat().st_size
-        record = {"fsdp_export": __version__, **self._provenance, "files": sizes}
-        write_text(staging / MARKER, json.dumps(record, indent=2) + "\n")
-        self.removed = self._publication.publish([*names, MARKER])
+        tied = {"tied": dict(self._plan.aliases)} if self._plan.aliases else {}
+        files = {name: {"bytes": sizes[name], **facts[name]} for name in facts}
+        write_text(staging / MARKER, render({**self._made_from, **tied}, files))
+        self.removed = self._publication.publish([*facts, MARKER])
         self.written = sizes
         self._publication = None
 
-    def write_extras(self, staging: Path, plan: Plan) -> list[str]:
+    def write_extras(self, staging: Path, plan: Plan) -> dict[str, Mapping[str, object]]:
         """Write what belongs beside the weights. Called on the first rank, before the files are published.
 
         Args:
@@ -213,12 +219,12 @@ class FileSink(Sink):
             plan: What was exported.
 
         Returns:
-            The names of the files, relative to `staging`.
+            What the record says of each file, by its name relative to `staging`.
 
         Raises:
             SinkError: One that must be there cannot be written.
         """
-        return []
+        return {}
 
     def abort(self) -> None:
         """Remove the hidden folder; see `Sink.abort`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import math
@@ -11,22 +12,32 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..dtypes import model_dtype
 from ..errors import UsageError
 from ..layout import FileLayout, lay_out, split_into_files
 from ..plan import Plan
-from ..sidecars.collect import Sidecars, fit_config, write
+from ..sidecars.fitting import are_packed, fit_config, undelivered_layers
+from ..sidecars.origins import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
+from ..sidecars.sidecar import Origin, Sidecars
+from ..sidecars.writing import write
 from ..sizes import is_size
 from ..table import human_bytes, summary
 from ..verification import Verification
 from .files import FileSink, single_file, write_text
 
-__all__ = ["ADAPTER_FILE", "HuggingFaceSink", "Report", "folder_layouts", "folder_sink"]
+__all__ = ["ADAPTER_FILE", "HuggingFaceSink", "Report", "fitted", "folder_layouts", "folder_sink"]
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """What PEFT calls the weights of an adapter."""
 
 _log = logging.getLogger("fsdp_export")
 _INDEX = "model.safetensors.index.json"
+_KINDS = {
+    "config": {CONFIG},
+    "generation config": {GENERATION_CONFIG},
+    "tokenizer": {"tokenizer.json", TOKENIZER_CONFIG},
+}
+_WAYS_BACK = "--base-model, or tokenizer= of a live model, writes them"
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ def folder_sink(
     max_shard_size: int | str,
     overwrite: bool,
     fsync: bool,
-    provenance: Mapping[str, object] | None = None,
+    provenance: Callable[[], Mapping[str, object]],
     is_lora: bool = False,
 ) -> HuggingFaceSink:
     """Return the sink of a format.
@@ -132,7 +143,7 @@ def folder_sink(
         max_shard_size: Bytes per file of it.
         overwrite: Whether weights that no export recorded are replaced.
         fsync: Whether to wait until the disk has the bytes.
-        provenance: What the record of the export says of the source.
+        provenance: Tells what the export was made from; called on the first rank.
         is_lora: Whether the tensors are an adapter.
 
     Raises:
@@ -172,7 +183,7 @@ class HuggingFaceSink(FileSink):
         tokenizer: Callable[[Sidecars], None] | None,
         overwrite: bool,
         fsync: bool,
-        provenance: Mapping[str, object] | None,
+        provenance: Callable[[], Mapping[str, object]],
         kind: str = "",
     ) -> None:
         super().__init__(folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync)
@@ -184,25 +195,28 @@ class HuggingFaceSink(FileSink):
     def begin(self, plan: Plan) -> str:
         """Decide on the sidecars, then as `FileSink.begin`."""
         if self._find_sidecars is not None:
-            dtypes = (output.dtype for output in plan.outputs if output.dtype.is_floating_point)
-            tied = False if plan.untied else plan.are_tied_by_hand or None
-            self._sidecars = fit_config(self._find_sidecars(), dtype=next(dtypes, None), tied=tied)
+            self._sidecars = fitted(self._find_sidecars(), plan)
         return super().begin(plan)
 
-    def write_extras(self, staging: Path, plan: Plan) -> list[str]:
+    def write_extras(self, staging: Path, plan: Plan) -> dict[str, Mapping[str, object]]:
         """Write the index and the sidecars."""
         if self._add_tokenizer is not None:
             self._add_tokenizer(self._sidecars)
-        names = write(self._sidecars, staging, fsync=self.fsync)
+        digests = write(self._sidecars, staging, fsync=self.fsync)
+        origins = {sidecar.name: sidecar.origin for sidecar in reversed(self._sidecars.files)}
         if len(self.layouts) > 1:
             text = json.dumps(_index(plan, self.layouts), indent=2, sort_keys=True) + "\n"
             write_text(staging / _INDEX, text)
-            names.append(_INDEX)
-        return names
+            digests[_INDEX] = hashlib.sha256(text.encode()).hexdigest()
+            origins[_INDEX] = Origin("fsdp-export")
+        return {name: {"sha256": digest, **origins[name].as_json()} for name, digest in digests.items()}
 
     def report(self, plan: Plan, seconds: float) -> Report:
         """Tell what the last export wrote."""
         missing = [f"not written: {what}" for what in self._sidecars.missing]
+        lost = self._lost_kinds()
+        if lost and self._find_sidecars is not None:
+            missing.append(f"gone with the earlier export, and not replaced: {', '.join(lost)}; {_WAYS_BACK}")
         return Report(
             path=self.folder,
             files=self.written,
@@ -213,6 +227,21 @@ class HuggingFaceSink(FileSink):
             notes=[*self._sidecars.warnings, *missing],
             what=", ".join(filter(None, (self._kind, summary(plan.outputs)))),
         )
+
+    def _lost_kinds(self) -> list[str]:
+        """Return what the folder had beside its weights and has no more."""
+        removed, written = set(self.removed), self.written.keys()
+        return [kind for kind, names in _KINDS.items() if removed & names and not written & names]
+
+
+def fitted(sidecars: Sidecars, plan: Plan) -> Sidecars:
+    """Return sidecars with a config that is true to the tensors of a plan, and with what to know of them."""
+    dtype, is_uniform = model_dtype(plan.outputs, plan.casts)
+    tied = False if plan.untied else plan.are_tied_by_hand or None
+    quantized = None if are_packed(plan.outputs) else False
+    fit = fit_config(sidecars, dtype=dtype, is_uniform=is_uniform, tied=tied, quantized=quantized)
+    fit.warnings += undelivered_layers(fit.config or {}, (output.name for output in plan.outputs))
+    return fit
 
 
 def _lora_file(plan: Plan) -> list[FileLayout]:

@@ -165,8 +165,9 @@ def _newest(survey: Survey, open_as: Callable[[Path, _Layout], StoredSource]) ->
             found = listing(folder.relative_to(survey.root) for folder in complete)
             what = "several checkpoints that could be meant"
             raise UsageError(what, file=survey.root, found=found, fix="Name one of them")
-        if complete:
-            return next(iter(complete.values()))
+        for source in complete.values():
+            source.num_found = survey.num_models
+            return source
     failures: list[ExportError] = [*errors, *without_model]
     if failures:
         raise failures[0]

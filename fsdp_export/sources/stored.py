@@ -83,10 +83,12 @@ class StoredSource:
 
     Attributes:
         skipped: Entries of the checkpoint that are not exported.
+        num_found: Number of checkpoints among which this one was chosen.
     """
 
     copies: tuple[TensorSpec, ...] = ()
     skipped: tuple[str, ...] = ()
+    num_found = 1
     is_concurrent = True
 
     def __init__(

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..paths import is_folder, read_file
 from .dcp_metadata import METADATA
 
-__all__ = ["MAX_DEPTH", "Survey", "entries"]
+__all__ = ["MAX_DEPTH", "Survey", "entries", "numbers_of"]
 
 MAX_DEPTH = 4
 """How many levels below a folder checkpoints are looked for."""
@@ -87,6 +87,11 @@ class Survey:
         for _, equals in groupby(sorted(steps.values(), key=age, reverse=True), key=age):
             yield [checkpoint for step in equals for checkpoint in step.checkpoints]
 
+    @property
+    def num_models(self) -> int:
+        """Number of checkpoints of models."""
+        return len(self._of_models())
+
     def _of_models(self) -> list[Path]:
         return [
             checkpoint
@@ -142,6 +147,19 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
             return sorted(found, key=lambda entry: (entry.is_symlink(), entry.name))
     except OSError:
         return []
+
+
+def numbers_of(folder: Path) -> dict[str, int]:
+    """Return the epoch and the step that a checkpoint's folder is named after, or one of the two above it."""
+    folder = folder.absolute()
+    for place in (folder, *folder.parents[:2]):
+        numbers = zip(("epoch", "step"), _number_of(place.name), strict=True)
+        # Above, a number alone may be a year or anything.
+        if place == folder or _as_number(place.name) is None:
+            found = {word: number for word, number in numbers if number >= 0}
+            if found:
+                return found
+    return {}
 
 
 def _first_line(file: Path) -> str:

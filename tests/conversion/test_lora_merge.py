@@ -146,6 +146,25 @@ def test_a_tie_that_no_adapter_touches_stays(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
 
 
+def test_tokens_that_a_tied_head_is_trained_with_are_those_of_the_embedding(tmp_path):
+    with quiet():
+        config = LoraConfig(target_modules=["q_proj"], trainable_token_indices=[0, 5, 66])
+        model = peft.get_peft_model(llama(tied=True), config).eval()
+        draw(model)
+        model.save_pretrained(tmp_path / "theirs")
+    save_checkpoint(model, tmp_path / "ours", lora="adapter")
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert same(ours, theirs)
+    report = save_checkpoint(model, tmp_path / "merged", lora="merge")
+    assert not any("tied" in note for note in report.notes)
+    base = model.merge_and_unload()
+    base.save_pretrained(tmp_path / "base")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("merged", "base"))
+    assert same(ours, theirs)
+    assert "lm_head.weight" not in ours
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["tie_word_embeddings"] is True
+
+
 def test_wrappers_leave_no_trace():
     model = with_lora("saved")
     expected = merged(model).state_dict()

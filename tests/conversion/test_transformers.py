@@ -12,11 +12,11 @@ import torch.distributed as dist
 import transformers
 from dcp_folders import save
 from exports import assert_same
-from hub_models import HUB_MODELS, hub_model, logits_of
+from hub_models import HUB_MODELS, hub_model, logits_of, save_as_hub
 from live_bytes import LiveBytes
 from models import compiled
 from ranks import run_ranks
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,6 +84,29 @@ def test_a_model_live_and_from_disk_is_what_save_pretrained_writes(kind, tmp_pat
         assert differing(tmp_path / name, tmp_path / "theirs-6KB") == []
     assert_loads_as(model, tmp_path / "dcp")
     assert_loads_as(model, tmp_path / "live-5GB")
+
+
+def clip() -> Any:
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text, vision = {"vocab_size": 33, **sizes}, {"image_size": 8, "patch_size": 4, **sizes}
+    config: Any = transformers.CLIPConfig
+    return transformers.CLIPModel(config(text_config=text, vision_config=vision, projection_dim=8))
+
+
+@pytest.mark.parametrize("kind", ["dcp", "hub"])
+def test_one_value_gets_back_the_shape_of_its_class(kind, tmp_path):
+    """FSDP2 takes no 0-dim parameter, and `from_pretrained` no other one."""
+    model = clip()
+    model.save_pretrained(tmp_path / "theirs")
+    model.logit_scale = nn.Parameter(model.logit_scale.detach().reshape(1))
+    if kind == "hub":
+        model.save_pretrained(tmp_path / "step-1")
+    else:
+        save(tmp_path / "step-1", model.state_dict())
+    export_checkpoint(tmp_path / "step-1", tmp_path / "out", base_model=tmp_path / "theirs", fsync=False, verify=True)
+    assert differing(tmp_path / "out", tmp_path / "theirs") == []
+    loaded = transformers.CLIPModel.from_pretrained(tmp_path / "out")
+    assert torch.equal(loaded.logit_scale, model.logit_scale[0])
 
 
 def wrapped(model: Any, wrap: str) -> Any:
@@ -275,10 +298,7 @@ def test_the_hub_form_is_what_save_pretrained_writes(tmp_path):
 def test_a_prefix_that_was_taken_off_as_the_model_was_loaded_comes_back(kind, tmp_path):
     """On the hub the towers of many models are called `vision_tower.vision_model`."""
     base = tmp_path / "base"
-    hub_model(kind).save_pretrained(base)
-    tensors = load_file(base / "model.safetensors")
-    added = {name.replace("vision_tower.", "vision_tower.vision_model."): tensor for name, tensor in tensors.items()}
-    save_file(added, base / "model.safetensors", metadata={"format": "pt"})
+    save_as_hub(hub_model(kind), base)
     model = type(hub_model(kind)).from_pretrained(base).eval()
     model.save_pretrained(tmp_path / "theirs", max_shard_size="6KB")
     assert any("vision_model" in name for name in index_of(tmp_path / "theirs"))
@@ -313,17 +333,22 @@ def test_a_tensor_in_both_forms_is_refused():
 
 
 @core
-def test_a_part_of_what_is_written_as_one_is_refused():
-    names = shapes(hub_model("dinov2").state_dict())
-    del names["encoder.layer.1.mlp.up_proj.weight"]
+def test_a_part_of_what_is_written_as_one_is_refused_unless_it_is_left_out(tmp_path):
+    model, joined = hub_model("dinov2"), "encoder.layer.1.mlp.weights_in.weight"
+    model.save_pretrained(tmp_path / "theirs")
+    tensors = dict(model.state_dict())
+    del tensors["encoder.layer.1.mlp.up_proj.weight"]
+    torch.save(tensors, tmp_path / "model.pt")
     with pytest.raises(PlanError) as caught:
-        stored(hub_model("dinov2"), names)
+        export_checkpoint(tmp_path / "model.pt", tmp_path / "out", base_model=tmp_path / "theirs")
     assert str(caught.value) == (
-        "a tensor of which a part is missing for 'encoder.layer.1.mlp.weights_in.weight' in ckpt: expected 2 tensors: "
+        f"a tensor of which a part is missing for '{joined}' in {tmp_path}: expected 2 tensors: "
         "encoder.layer.1.mlp.gate_proj.weight, encoder.layer.1.mlp.up_proj.weight, found "
-        "encoder.layer.1.mlp.gate_proj.weight. Leave what there is out with --exclude "
-        "encoder.layer.1.mlp.weights_in.weight."
+        f"encoder.layer.1.mlp.gate_proj.weight. Leave what there is out with --exclude {joined}."
     )
+    export_checkpoint(tmp_path / "model.pt", tmp_path / "out", base_model=tmp_path / "theirs", exclude=[joined])
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "theirs"))
+    assert theirs.keys() - ours.keys() == {joined}
 
 
 @core

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fsdp_export.conversion.peft import LoraAdapter
-from fsdp_export.sidecars.collect import Sidecar, Sidecars
 from fsdp_export.sidecars.lora import ADAPTER_CONFIG, lora_sidecars
+from fsdp_export.sidecars.sidecar import Origin, OriginKind, Sidecar, Sidecars
 
 MODULES = ("model.layers.0.q_proj", "model.layers.1.q_proj")
 CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "use_rslora": True}
@@ -44,7 +44,9 @@ def test_a_config_that_says_all_is_copied_as_it_is(place: str, tmp_path: Path) -
     folder.mkdir(parents=True)
     path = put((folder / place).resolve() / ADAPTER_CONFIG, {**CONFIG, **BASE})
     sidecars = lora_sidecars(Sidecars(), adapter(), folder)
-    assert sidecars.files == [Sidecar(ADAPTER_CONFIG, f"from {path}", path)]
+    kind: OriginKind = "parent" if place.startswith("..") else "source"
+    origin = Origin(kind, path.parent, place if place != "." else "")
+    assert sidecars.files == [Sidecar(ADAPTER_CONFIG, origin, path)]
     assert (sidecars.missing, sidecars.warnings) == ([], [])
 
 
@@ -138,7 +140,9 @@ def test_the_tokenizer_stays_and_the_base_models_configs_do_not(tmp_path: Path) 
     record(tmp_path)
     names = ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja")
     missing = ["config.json: not in x", "generation_config.json: not in x", "tokenizer: none was found"]
-    found = Sidecars([Sidecar(name, "", b"{}") for name in names], missing, ["a warning"], {"_name_or_path": "me/base"})
+    found = Sidecars(
+        [Sidecar(name, Origin("source"), b"{}") for name in names], missing, ["a warning"], {"_name_or_path": "me/base"}
+    )
     sidecars = lora_sidecars(found, adapter(), tmp_path)
     assert [sidecar.name for sidecar in sidecars.files] == [ADAPTER_CONFIG, "tokenizer.json", "chat_template.jinja"]
     assert sidecars.missing == ["tokenizer: none was found"]
@@ -161,3 +165,21 @@ def test_the_tokenizer_stays_and_the_base_models_configs_do_not(tmp_path: Path) 
 def test_odd_values_in_a_config_do_no_harm(values: dict[str, Any], tmp_path: Path) -> None:
     put(tmp_path / ADAPTER_CONFIG, {**CONFIG, **BASE, **values})
     assert config_of(lora_sidecars(Sidecars(), adapter(), tmp_path)).keys() >= CONFIG.keys()
+
+
+def test_a_base_model_named_by_a_relative_path_gets_one_that_counts_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "run" / ADAPTER_CONFIG, {**CONFIG, "base_model_name_or_path": "./old"})
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    key = f"base_model_name_or_path in {ADAPTER_CONFIG}"
+    for written, known, told in (
+        ("base", str(tmp_path / "base"), f"{key} becomes {tmp_path / 'base'}; a hub id would mean the same on other"),
+        (None, "./old", f"{key} is ./old, a relative path, which PEFT looks for where it is started"),
+        ("me/base", "me/base", None),
+        ("/not/here", "/not/here", None),
+    ):
+        sidecars = lora_sidecars(Sidecars(), adapter(), tmp_path / "run", written)
+        assert config_of(sidecars)["base_model_name_or_path"] == known
+        assert [warning.startswith(told or "") for warning in sidecars.warnings] == ([True] if told else [])

@@ -11,7 +11,6 @@ from hub_folders import put_into_hub_cache, write_hub_folder
 
 from fsdp_export.errors import NotFoundError
 from fsdp_export.sidecars.origins import (
-    code_files,
     find,
     locate_base,
     locate_local,
@@ -79,32 +78,6 @@ def test_a_processor_is_found(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_not_there_has_no_files(tmp_path: Path) -> None:
     assert find(tmp_path / "nothing", "*") == {}
-
-
-def test_code_is_what_auto_map_names_and_imports(tmp_path: Path) -> None:
-    for name, text in {
-        "modeling_my": "from .configuration_my import C\nfrom . import helper\nfrom ..other import x\nimport torch",
-        "configuration_my": "from .deep.down import y\nfrom .gone import z",
-        "helper": "not python at all (",
-        "other": "",
-        "deep": "",
-        "_fsdp_init": "",
-    }.items():
-        (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path.parent / "outside.py").write_text("")
-    auto_map = {
-        "AutoModel": "modeling_my.M",
-        "AutoConfig": "someone/else--other.C",
-        "AutoTokenizer": ["../outside.T", None],
-        "AutoModelForCausalLM": "_fsdp_init.FSDPM",
-    }
-    assert list(code_files(tmp_path, {"auto_map": auto_map})) == [
-        "configuration_my.py",
-        "deep.py",
-        "helper.py",
-        "modeling_my.py",
-    ]
-    assert code_files(tmp_path, {}) == {}
 
 
 def test_a_local_folder_is_itself(tmp_path: Path) -> None:
@@ -191,3 +164,33 @@ def test_without_the_hub_the_cache_must_do(
     snapshot = put_into_hub_cache(base, cache, "me/tiny")
     (snapshot / "config.json").unlink()
     assert locate_base("me/tiny") == (snapshot, f"me/tiny: only what the hub cache has was used: {reason}")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("source.spm", "target.spm", "vocab.json"),
+        ("vocab-src.json", "vocab-tgt.json", "merges.txt"),
+        ("spiece.model", "normalizer.json"),
+        ("bpe.codes", "vocab.txt"),
+        ("prophetnet.tokenizer",),
+        ("qwen.tiktoken", "chat_template.jinja", "chat_template.json"),
+    ],
+    ids=["marian", "fsmt", "whisper", "phobert", "prophetnet", "chat"],
+)
+def test_vocabularies_of_all_kinds_belong_to_a_tokenizer(names: tuple[str, ...], tmp_path: Path) -> None:
+    for name in (*names, "tokenizer_config.json"):
+        (tmp_path / name).write_text("{}")
+    assert tokenizer_files(tmp_path).keys() == {*names, "tokenizer_config.json"}
+
+
+def test_the_code_of_a_processor_belongs_to_it(tmp_path: Path) -> None:
+    text = '{"auto_map": {"AutoProcessor": "processing_my.P"}}'
+    (tmp_path / "processor_config.json").write_text(text)
+    (tmp_path / "preprocessor_config.json").write_text('{"auto_map": {"AutoImageProcessor": "image_my.I"}}')
+    (tmp_path / "video_preprocessor_config.json").write_text("no JSON")
+    (tmp_path / "processing_my.py").write_text("from .helper_my import x")
+    for name in ("image_my", "helper_my", "unrelated"):
+        (tmp_path / f"{name}.py").touch()
+    expected = {"processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"}
+    assert processor_files(tmp_path).keys() == expected | {"processing_my.py", "image_my.py", "helper_my.py"}

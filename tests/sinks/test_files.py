@@ -67,7 +67,9 @@ def test_rows_in_any_order(tmp_path, limit, fsync):
     assert_exported(tmp_path)
     record = json.loads((tmp_path / MARKER).read_text())
     assert record["fsdp_export"] == __version__
-    assert record["files"] == sink.written == {path.name: path.stat().st_size for path in tmp_path.glob("*.safet*")}
+    sizes = {path.name: path.stat().st_size for path in tmp_path.glob("*.safet*")}
+    assert sink.written == sizes == {name: facts["bytes"] for name, facts in record["files"].items()}
+    assert sum(facts["tensors"] for facts in record["files"].values()) == len(TENSORS)
     assert not list(tmp_path.glob(".*"))
 
 
