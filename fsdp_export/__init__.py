@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .api import export_checkpoint, save_checkpoint
     from .errors import ExportError
     from .exporter import Exporter
+    from .pending import PendingSave
     from .sinks.base import MemorySink, Sink
     from .sinks.huggingface import Report
 
@@ -29,6 +30,7 @@ __all__ = [
     "ExportError",
     "Exporter",
     "MemorySink",
+    "PendingSave",
     "Report",
     "Sink",
     "__version__",
@@ -41,6 +43,7 @@ _MODULES = {
     "ExportError": "errors",
     "Exporter": "exporter",
     "MemorySink": "sinks.base",
+    "PendingSave": "pending",
     "Report": "sinks.huggingface",
     "Sink": "sinks.base",
     "export_checkpoint": "api",

@@ -5,22 +5,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
 from .exporter import Exporter
 from .opening import open_checkpoint
+from .pending import PendingSave
 from .sinks.huggingface import Report
 
 __all__ = ["export_checkpoint", "save_checkpoint"]
+
+
+@overload
+def save_checkpoint(
+    model: nn.Module, path: str | PathLike[str], *, blocking: Literal[True] = True, **choices: Any
+) -> Report: ...
+
+
+@overload
+def save_checkpoint(
+    model: nn.Module, path: str | PathLike[str], *, blocking: Literal[False], **choices: Any
+) -> PendingSave: ...
+
+
+@overload
+def save_checkpoint(
+    model: nn.Module, path: str | PathLike[str], *, blocking: bool, **choices: Any
+) -> Report | PendingSave: ...
 
 
 def save_checkpoint(
     model: nn.Module,
     path: str | PathLike[str],
     *,
+    blocking: bool = True,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     dtype: str | torch.dtype = "keep",
     keep_dtype: Sequence[str] = (),
@@ -30,12 +50,13 @@ def save_checkpoint(
     lora: str = "auto",
     timeout: float = 600.0,
     **choices: Any,
-) -> Report:
+) -> Report | PendingSave:
     """Write a module as a checkpoint folder. Collective: every rank must call this.
 
     Args:
         model: The module: FSDP2 (1-D, HSDP, with tensor parallelism), DDP or plain; on any device.
         path: The folder. The old checkpoint in it stays until the new one is complete.
+        blocking: False to take the values, return, and write while training goes on; see `Exporter.save`.
         state_dict: Other values under the module's names; see `Exporter`.
         dtype: What floating tensors are cast to, or `"keep"`; see `Exporter`.
         keep_dtype: Patterns of names whose tensors are not cast.
@@ -46,10 +67,10 @@ def save_checkpoint(
             the model with the adapter in its weights; `"keep"`, all tensors under the names that they have. `"auto"` is
             `"adapter"`.
         timeout: Seconds to wait for a rank that does not call.
-        **choices: `format`, `max_shard_size`, `tokenizer`, `overwrite`, `fsync`; see `Exporter.save`.
+        **choices: `format`, `max_shard_size`, `tokenizer`, `overwrite`, `fsync`, `staging`; see `Exporter.save`.
 
     Returns:
-        What was written.
+        What was written; with `blocking=False` a handle whose `wait()` returns that.
 
     Raises:
         ExportError: Something failed on some rank; the same error is raised on all, and an earlier checkpoint in
@@ -66,7 +87,7 @@ def save_checkpoint(
         lora="adapter" if lora == "auto" else lora,
         timeout=timeout,
     )
-    return exporter.save(path, **choices)
+    return exporter.save(path, blocking=blocking, **choices)
 
 
 def export_checkpoint(

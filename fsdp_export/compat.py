@@ -1,7 +1,10 @@
-"""Private or version-dependent torch API: one small function each, tested for the feature and not for a version."""
+"""Private or version-dependent API: one small function each, tested for the feature and not for a version."""
 
 from __future__ import annotations
 
+import atexit
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["all_gather_into", "connect", "default_store", "has_multi_get"]
+__all__ = ["all_gather_into", "before_threads_end", "connect", "default_store", "has_multi_get", "pin", "unpin"]
 
 # The old name warns since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,3 +58,32 @@ def all_gather_into(
     """
     work: dist.Work | None = _all_gather(output, shard, group=group, async_op=async_op)
     return work
+
+
+def before_threads_end(call: Callable[[], None]) -> None:
+    """Call something when the main thread has ended, while pools of threads still take work; `atexit` is too late.
+
+    What is registered last is called first; the standard library's pools register themselves as they are imported.
+    """
+    untyped: Any = threading  # private, but the only way, in all of Python 3.9 to 3.14
+    getattr(untyped, "_register_atexit", atexit.register)(call)
+
+
+def pin(memory: torch.Tensor, device: torch.device) -> bool:
+    """Pin host memory where it is, so that copies from a device neither wait nor go through other memory.
+
+    Returns:
+        Whether it is pinned now; false where the device has no such thing, or the system refuses.
+    """
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):
+        untyped: Any = torch.cuda.cudart
+        status = untyped().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    return int(status) == 0
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo `pin`. No copy may be under way."""
+    untyped: Any = torch.cuda.cudart
+    untyped().cudaHostUnregister(memory.data_ptr())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import nn
@@ -19,18 +20,24 @@ from .dtype_notes import dtype_notes, live_dtypes
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
+from .pending import PendingSave, finish_latest, start, wait_for_latest, write_staged
 from .plan import Plan
 from .planning import Planning
 from .sidecars.lora import live_lora_sidecars
 from .sidecars.of_model import from_model, has_config
 from .sidecars.sidecar import Sidecars
+from .sidecars.tokenizers import add_tokenizer
 from .sinks.base import Delivery, Sink
+from .sinks.host_memory import host_memory
 from .sinks.huggingface import Report, folder_sink
+from .sinks.staged import StagedSink, Staging, check_staging, prepare
 from .sources.base import Source
 from .sources.live import find_ranks
 from .walk import Delivered, gathered_pieces, run
 
 __all__ = ["Exporter"]
+
+_T = TypeVar("_T")
 
 # Each costs about a millisecond more, a fence and Python, in which NVLink gathers 512 MiB. On the CPU larger ones gain
 # nothing, and are host memory.
@@ -111,6 +118,7 @@ class Exporter:
         self._model, self._bucket_bytes = model, bucket_bytes
         ranks, rank = find_ranks(model) if isinstance(model, nn.Module) else (model.ranks, model.rank)
         self._fence = Fence(ranks, rank, timeout=timeout)
+        self._background = partial(Fence, ranks, rank, timeout=timeout, is_background=True)
 
     @property
     def source(self) -> Source:
@@ -170,8 +178,13 @@ class Exporter:
         Raises:
             ExportError: Something failed on some rank; the same error is raised on all.
         """
+        self._send(sink, "Exporter.send", delivered=delivered, gather_all=gather_all)
+
+    def _send(self, sink: Sink, what: str, *, gather_all: bool, delivered: Delivered, is_save: bool = False) -> None:
         try:
-            with self._fence.operation("Exporter.send") as operation, closing(self.source) as source:
+            with self._fence.operation(what) as operation, closing(self.source) as source:
+                if is_save:
+                    finish_latest()
                 self._prepare(operation, sink.delivery, gather_all=gather_all)
                 run(
                     self.plan,
@@ -186,10 +199,21 @@ class Exporter:
             sink.abort()
             raise
 
-    def save(
+    @overload
+    def save(self, path: str | PathLike[str], *, blocking: Literal[True] = True, **choices: Any) -> Report: ...
+
+    @overload
+    def save(self, path: str | PathLike[str], *, blocking: Literal[False], **choices: Any) -> PendingSave: ...
+
+    @overload
+    def save(self, path: str | PathLike[str], *, blocking: bool, **choices: Any) -> Report | PendingSave: ...
+
+    def save(  # type: ignore[misc]  # the overloads stand for these options too
         self,
         path: str | PathLike[str],
         *,
+        blocking: bool = True,
+        staging: Staging = "auto",
         format: str = "auto",  # noqa: A002  the name that users of this ecosystem expect
         max_shard_size: int | str = "5GB",
         tokenizer: object | None = None,
@@ -197,57 +221,86 @@ class Exporter:
         fsync: bool = True,
         delivered: Delivered = lambda _: None,
         gather_all: bool = False,
-    ) -> Report:
+    ) -> Report | PendingSave:
         """Write a checkpoint folder: the old one stays until the new one is complete. Collective.
 
         What a rank holds it writes itself, without a gather. Peak memory: two buckets on the device for what no rank
-        holds whole, and a fixed ring of host memory.
+        holds whole, and a fixed ring of host memory; with `blocking=False` what this rank writes, until it is written.
+        A save waits for the one before it, and raises its error if nobody waited for that.
 
         Args:
             path: The folder. Other files in it are left alone; an earlier export of ours is replaced.
+            blocking: False to take the values, return, and write on a thread that uses no collective.
+            staging: Where values that are on the device wait: `"device"`, there; `"host"`, in pinned memory, which is
+                kept for the next save; `"auto"`, on the device if it has memory that was never used.
             format: `"hf"` (`model*.safetensors`, index, config, tokenizer), `"safetensors"` (one file), or `"auto"`:
                 hf when the model has a config.
             max_shard_size: Bytes per file for `"hf"`, a number or decimal like `"5GB"`.
             tokenizer: A tokenizer or processor to save with the model.
             overwrite: Whether weights in the folder that we did not write may be replaced.
-            fsync: Whether to return only when the disk has the bytes.
-            delivered: As in `send`.
+            fsync: Whether to wait until the disk has the bytes.
+            delivered: As in `send`; called from the thread that writes.
             gather_all: As in `send`.
 
         Returns:
-            What was written; on ranks other than the first without the names of removed files.
+            What was written; on ranks other than the first without the names of removed files. With `blocking=False`
+            a handle that returns it.
 
         Raises:
             ExportError: As `send`; the earlier checkpoint is intact.
         """
+        check_staging(staging)
         if not isinstance(self._model, nn.Module):
             raise UsageError("save() needs a module", fix="Use send() with a sink, or export_checkpoint()")
         sink = folder_sink(
             Path(path),
             format=format,
             has_config=has_config(self._planning.described),
-            sidecars=self._sidecars(tokenizer),
+            sidecars=_weak(self._adapter_sidecars if self._planning.is_adapter else self._model_sidecars),
+            tokenizer=partial(add_tokenizer, tokenizer=tokenizer),
             max_shard_size=max_shard_size,
             overwrite=overwrite,
             fsync=fsync,
-            provenance=self.provenance,
+            provenance=_weak(self.provenance),
             is_lora=self._planning.is_adapter,
         )
         started = time.perf_counter()
-        self.send(sink, delivered=delivered, gather_all=gather_all)
-        return sink.report(self.plan, time.perf_counter() - started)
+        if blocking:
+            self._send(sink, "Exporter.send", gather_all=gather_all, delivered=delivered, is_save=True)
+            return sink.report(self.plan, time.perf_counter() - started)
+        # Made here, since the process group may be gone by the time that it is used.
+        fence, staged = self._background(), StagedSink(sink, staging)
+        what = "Exporter.save(blocking=False)"
+        self._send(staged, what, gather_all=gather_all, delivered=lambda _: None, is_save=True)
+        return start(sink, partial(write_staged, staged, sink, self.plan, fence, delivered=delivered, started=started))
 
-    def _sidecars(self, tokenizer: object | None) -> Callable[[], Sidecars]:
-        # Made in the operation: what fails there is the error of all ranks.
-        return partial(self._lora_sidecars if self._planning.is_adapter else self._model_sidecars, tokenizer)
+    def prepare(self, *, staging: Staging = "auto") -> None:
+        """Begin to get the host memory ready that `save(blocking=False)` will take, on a thread. Local.
 
-    def _lora_sidecars(self, tokenizer: object | None) -> Sidecars:
-        planning = self._planning
-        return live_lora_sidecars(planning.peft_config, planning.described, tokenizer=tokenizer)
+        Without this the first such save takes memory that is not pinned yet, and is slower than those that follow.
 
-    def _model_sidecars(self, tokenizer: object | None) -> Sidecars:
+        Args:
+            staging: As for `save`.
+        """
+        check_staging(staging)
+        assert isinstance(self._model, nn.Module)
+        are_offloaded = any(parameter.device.type == "cpu" for parameter in self._model.parameters())
+        prepare(self.plan, self.source.device, staging, are_offloaded=are_offloaded)
+
+    def release(self) -> None:
+        """Give back the host memory that is kept for `save(blocking=False)`, of all exporters of the process. Local.
+
+        Waits for a save in progress.
+        """
+        wait_for_latest()
+        host_memory().release()
+
+    def _adapter_sidecars(self) -> Sidecars:
+        return live_lora_sidecars(self._planning.peft_config, self._planning.described)
+
+    def _model_sidecars(self) -> Sidecars:
         model = self._planning.described
-        sidecars = from_model(model, tokenizer=tokenizer)
+        sidecars = from_model(model)
         sidecars.warnings += dtype_notes(self.plan, live_dtypes(model, sidecars.config))
         return sidecars
 
@@ -262,3 +315,19 @@ class Exporter:
         options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}{seen}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)
+
+
+def _weak(method: Callable[[], _T]) -> Callable[[], _T]:
+    """Return a call of a method that does not keep its object.
+
+    Sinks make it in the operation, where what fails is the error of all ranks; and they outlive an asynchronous save's
+    call, as the module need not.
+    """
+    weak = weakref.WeakMethod(method)
+
+    def call() -> _T:
+        strong = weak()
+        assert strong is not None
+        return strong()
+
+    return call

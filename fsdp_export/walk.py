@@ -27,7 +27,7 @@ from .sinks.base import Sink
 from .sources.base import Source
 from .steps import Piece, Rows, Step, StoredPiece, Window
 
-__all__ = ["CHUNK_BYTES", "Delivered", "gathered_pieces", "run", "walk"]
+__all__ = ["CHUNK_BYTES", "Delivered", "finish", "gathered_pieces", "run", "walk"]
 
 CHUNK_BYTES = 32 << 20
 """Bytes a rank reads at a time of what it holds: bounds the host memory of a cast and the time between two checks."""
@@ -116,6 +116,11 @@ def run(
     sink.open(plan, source.rank, ticket)
     operation.agree()
     walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
+    finish(sink, operation, is_lead=is_lead)
+
+
+def finish(sink: Sink, operation: Operation, *, is_lead: bool) -> None:
+    """Close a sink that has all pieces, and commit it. Collective."""
     sink.close()
     operation.agree()
     if is_lead:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import StoreKind, run_ranks
 
-from fsdp_export.compat import all_gather_into, connect, default_store, has_multi_get
+from fsdp_export.compat import all_gather_into, connect, default_store, has_multi_get, pin
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "asynchronous"])
@@ -48,3 +51,19 @@ def test_the_default_store_is_shared_and_a_connection_keeps_to_its_prefix(kind: 
 def test_without_a_group_there_is_no_store() -> None:
     with pytest.raises(ValueError, match="process group"):
         default_store()
+
+
+def test_what_comes_before_threads_end_still_has_pools_of_threads() -> None:
+    code = (
+        "import atexit; from concurrent.futures import ThreadPoolExecutor as Pool\n"
+        "from fsdp_export.compat import before_threads_end\n"
+        "pool = Pool(1)\n"
+        "before_threads_end(lambda: print(pool.submit(int, '7').result(), flush=True))\n"
+        "atexit.register(print, 'later')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
+    assert ended.stdout == "7\nlater\n"
+
+
+def test_a_cpu_pins_nothing() -> None:
+    assert not pin(torch.zeros(4096, dtype=torch.uint8), torch.device("cpu"))

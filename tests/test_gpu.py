@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_export import Exporter, save_checkpoint
+from fsdp_export.sinks.host_memory import host_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -105,12 +106,18 @@ def check_tensors(model: Any, expected: Any, **options: Any) -> None:
 
 def check_folder(model: Any, expected: Any, folder: Path, **options: Any) -> None:
     save_checkpoint(model, folder / "ours", max_shard_size="2MB", **options)
+    check_written(folder / "ours", expected)
+
+
+def check_written(folder: Path, expected: Any) -> None:
     if dist.get_rank() == 0:
-        expected.save_pretrained(folder / "theirs", max_shard_size="2MB")
-        names = [path.name for path in (folder / "theirs").glob("model*")]
-        assert sorted(names) == sorted(path.name for path in (folder / "ours").glob("model*"))
+        theirs = folder.with_name("theirs")
+        shutil.rmtree(theirs, ignore_errors=True)
+        expected.save_pretrained(theirs, max_shard_size="2MB")
+        names = sorted(path.name for path in theirs.glob("model*"))
+        assert names == sorted(path.name for path in folder.glob("model*"))
         for name in names:
-            assert (folder / "ours" / name).read_bytes() == (folder / "theirs" / name).read_bytes(), name
+            assert (folder / name).read_bytes() == (theirs / name).read_bytes(), name
     dist.barrier()
 
 
@@ -274,3 +281,79 @@ def test_a_rank_that_fails_ends_all_and_the_group_lives(folder):
                 raise ValueError("stopped here")
     dist.all_reduce(torch.ones(1, device="cuda"))
     check_tensors(model, make())
+
+
+def double(model: nn.Module, times: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2**times)
+
+
+@pytest.mark.parametrize(
+    ("kind", "staging", "options"),
+    [
+        pytest.param("gpu", "device", {}, id="device"),
+        pytest.param("gpu", "host", {}, id="host"),
+        pytest.param("gpu", "host", {"is_prepared": True}, id="host-prepared"),
+        pytest.param("gpu", "auto", {}, id="auto"),
+        pytest.param("pinned", "auto", {}, id="offloaded"),
+        pytest.param("unpinned", "auto", {"is_prepared": True}, id="offloaded-prepared"),
+        pytest.param("some", "device", {}, id="some-offloaded-device"),
+        pytest.param("some", "host", {}, id="some-offloaded-host"),
+        pytest.param("gpu", "device", {"by_columns": True}, id="gathered-device"),
+        pytest.param("pinned", "host", {"by_columns": True}, id="gathered-host"),
+        pytest.param("gpu", "device", {"dtype": "bfloat16"}, id="cast-device"),
+        pytest.param("pinned", "host", {"dtype": "bfloat16"}, id="cast-offloaded"),
+    ],
+)
+def test_an_asynchronous_save_has_the_values_of_the_call(folder, kind, staging, options):
+    model = sharded(kind, by_columns=options.get("by_columns", False))
+    exporter = Exporter(model, dtype=options.get("dtype", "keep"))
+    exporter.release()
+    if options.get("is_prepared"):
+        exporter.prepare(staging=staging)
+        host_memory().wait()
+        assert host_memory().num_bytes > 0
+        assert host_memory().is_pinned == (staging == "host")
+    for number in range(3):
+        wanted = make().to(exporter.plan.outputs[0].dtype)
+        double(wanted, number)
+        handle = exporter.save(folder / str(number), blocking=False, staging=staging, max_shard_size="2MB")
+        double(model, 1)
+        assert handle.wait().num_tensors == len(exporter.plan.outputs)
+        check_written(folder / str(number), wanted)
+    host_memory().wait()
+    if staging == "host" and kind == "gpu":
+        assert host_memory().is_pinned
+
+
+def test_a_save_in_the_background_does_not_wait_for_training_and_frees_its_memory(folder):
+    model = sharded("gpu")
+    exporter = Exporter(model)
+    # Memory of the ring and of the allocator is there then.
+    exporter.save(folder / "out", blocking=False, staging="device", fsync=False).wait()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    handle = exporter.save(folder / "out", blocking=False, staging="device", fsync=False)
+    torch.cuda._sleep(8_000_000_000)
+    queued = torch.cuda.current_stream().record_event()
+    handle.wait()
+    assert not queued.query()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    host_memory().wait()
+
+
+def test_staging_where_the_device_has_no_room(folder, monkeypatch):
+    model = sharded("gpu")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.Tensor, "clone", refuse)
+    with pytest.raises(Exception, match="no room"):
+        Exporter(model).save(folder / "out", blocking=False, staging="device")
+    handle = Exporter(model).save(folder / "out", blocking=False, staging="auto", max_shard_size="2MB")
+    monkeypatch.undo()
+    handle.wait()
+    check_written(folder / "out", make())

@@ -659,7 +659,7 @@ def test_syncs_stand_between_the_changes_whose_order_counts(folder: Path, monkey
     sharded = recorded(**{"model-00001-of-00001__safetensors": "", "model__safetensors__index__json": "", **EXTRAS})
     with before_each_change(remember):
         export(folder, sharded)
-        assert events[0] == "sync ."
+        assert "sync ." in events[: events.index("writing > retire")]
         events.clear()
         export(folder, NEW)
     assert events == [

@@ -14,7 +14,8 @@ reports and writes one verdict, the others read only that. The keys of the store
     <n>/left/<i>         the rank reads no more keys of operation n
 
 Rank 0 leaves after all others, because its process may host the store. No name is used twice, and a key is deleted
-only when no rank can still look for it.
+only when no rank can still look for it. Operations in the background have all of these keys once more, under a prefix
+of their own, and are numbered by themselves.
 """
 
 from .fence import Fence

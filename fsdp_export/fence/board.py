@@ -21,13 +21,14 @@ __all__ = ["Absence", "Board", "Link", "poll"]
 WARNING_SECONDS = 5.0
 
 _SPIN_SECONDS = 100e-6
+_PAUSE, _BACKGROUND_PAUSE = 10e-3, 100e-3
 _ABSENT = "\0"
 _T = TypeVar("_T")
 
 _logger = logging.getLogger("fsdp_export")
 
 
-def poll(attempt: Callable[[float], _T | None], longest_pause: float = 10e-3) -> _T:
+def poll(attempt: Callable[[float], _T | None], longest_pause: float = _PAUSE) -> _T:
     """Call a function until it returns something: at first without pause, then ever more rarely.
 
     Args:
@@ -113,11 +114,17 @@ def _boards(store: Store, prefix: str) -> tuple[Board, Board]:
 class Link:
     """What connects this rank with the others, from one operation to the next."""
 
-    def __init__(self, ranks: Sequence[int], index: int, store: Store, timeout: float) -> None:
+    def __init__(
+        self, ranks: Sequence[int], index: int, store: Store, timeout: float, *, is_background: bool = False
+    ) -> None:
         prefix = f"fsdp_export/{hashlib.sha256(repr(tuple(ranks)).encode()).hexdigest()[:16]}"
+        prefix += "/background" if is_background else ""
         self.roster = Roster(tuple(ranks))
         self.index = index
         self.timeout = timeout
+        self.longest_pause = _BACKGROUND_PAUSE if is_background else _PAUSE
+        # Where rank 0 hosts it, it ends with the last reference there, whatever is still connected.
+        self._kept_store = store if is_background else None
         self.board, self.heartbeat_board = _boards(store, prefix)
         self.leftovers: list[str] = []
 
@@ -142,7 +149,7 @@ class Link:
                 raise RankError(absence.describe([0]))
             return None
 
-        number = poll(attempt)
+        number = poll(attempt, self.longest_pause)
         self.board.write(f"last/{self.index}", number)
         return number
 

@@ -24,6 +24,8 @@ class Fence:
         rank: This process's global rank.
         store: A store that all of them reach; None is the default process group's.
         timeout: Seconds to wait for ranks that have not called. Nothing else is ever timed out.
+        is_background: Whether its operations run on a thread beside those of other fences of the same ranks, and may
+            outlive the process group. They are numbered by themselves, poll more rarely, and keep the store.
 
     Attributes:
         index: Where this process stands among the ranks.
@@ -34,7 +36,15 @@ class Fence:
         UsageError: This process is not one of the ranks.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int, *, store: Store | None = None, timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        rank: int,
+        *,
+        store: Store | None = None,
+        timeout: float = 600.0,
+        is_background: bool = False,
+    ) -> None:
         if rank not in ranks:
             everyone = Roster(ranks).name(range(len(ranks)))
             raise UsageError("this process takes no part", expected=f"one of {everyone}", found=f"rank {rank}")
@@ -44,7 +54,8 @@ class Fence:
         self._is_busy = False
         self._link = None
         if self.size > 1:
-            self._link = Link(ranks, self.index, default_store() if store is None else store, timeout)
+            store = default_store() if store is None else store
+            self._link = Link(ranks, self.index, store, timeout, is_background=is_background)
 
     @contextlib.contextmanager
     def operation(self, what: str) -> Iterator[Operation]:

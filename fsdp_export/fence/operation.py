@@ -195,7 +195,7 @@ class SharedOperation(Operation):
                 verdict = self._roster.verdict(self._heartbeat.dead.values())
             return verdict
 
-        verdict = poll(attempt)
+        verdict = poll(attempt, self._link.longest_pause)
         self._round += 1
         return verdict
 
@@ -241,7 +241,7 @@ class SharedOperation(Operation):
                 is_over = self._round == 0 and absence.is_too_long(waited, absent)
             return [self._board.read(key) for key in keys] if is_over else None
 
-        reports = zip(self._others, poll(attempt), strict=True)
+        reports = zip(self._others, poll(attempt, self._link.longest_pause), strict=True)
         return {index: Report(*report) for index, report in reports if report is not None}
 
     def _is_hopeless(self, absent: Iterable[int]) -> bool:
@@ -274,7 +274,7 @@ class SharedOperation(Operation):
                 return len(keys) == len(self._others)
             return False if time.monotonic() > deadline else None
 
-        return poll(attempt)
+        return poll(attempt, self._link.longest_pause)
 
     def _keys_of_rounds(self, stop: int) -> list[str]:
         rounds = range(self._oldest_round, stop)

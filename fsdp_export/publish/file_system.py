@@ -19,8 +19,8 @@ _WAYS_OUT = {
 }
 
 
-def make_folder(folder: Path, *, fsync: bool) -> None:
-    """Make a folder and those above it, where they are missing; durably, if `fsync`.
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and those above it, where they are missing; return those that hold a name more.
 
     Raises:
         SinkError: A file stands where a folder is needed.
@@ -34,9 +34,7 @@ def make_folder(folder: Path, *, fsync: bool) -> None:
             file=error.filename,
             fix="Remove it, or export into another folder",
         ) from None
-    if fsync:
-        for path in missing:
-            sync(path.parent)
+    return [path.parent for path in missing]
 
 
 def sync(path: Path) -> None:

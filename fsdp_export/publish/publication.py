@@ -63,6 +63,7 @@ class Publication:
     _inner: InnerFolder
     _overwrite: bool
     _fsync: bool
+    _unsynced: list[Path]
 
     @classmethod
     def begin(cls, folder: Path, *, overwrite: bool = False, fsync: bool = True) -> Publication:
@@ -79,7 +80,8 @@ class Publication:
         """
         staging, done = folder / WRITING, []
         with sink_errors(folder):
-            make_folder(folder, fsync=fsync)
+            # Synced when it counts: a busy disk takes seconds, for which the loop would wait that saves asynchronously.
+            unsynced = make_folder(folder)
             while True:
                 done.append(recover(folder))
                 staging.mkdir(exist_ok=True)
@@ -90,7 +92,8 @@ class Publication:
                 if inner:
                     inner.discard()
             recovered = "; ".join(filter(None, done)) or None
-            publication = cls(folder, staging, secrets.token_hex(8), recovered, inner, overwrite, fsync)
+            token = secrets.token_hex(8)
+            publication = cls(folder, staging, token, recovered, inner, overwrite, fsync, unsynced)
             try:
                 inner.clear()
                 _refuse_foreign_weights(folder, overwrite=overwrite)
@@ -133,6 +136,8 @@ class Publication:
                 for name in sorted(new | {RETIRED}):
                     sync(self.staging / name)
                 sync_folders(self.staging, new)
+                for path in self._unsynced:
+                    sync(path)
             self._inner.rename(RETIRE)
             _roll_forward(self._inner, fsync=self._fsync)
         return sorted(set(retired) - new)

@@ -25,7 +25,6 @@ from .live_config import model_class
 from .of_folder import origin_in, read_config
 from .origins import CONFIG, GENERATION_CONFIG, levels
 from .sidecar import Origin, Sidecar, Sidecars, changed_keys
-from .tokenizers import add_tokenizer
 
 __all__ = ["ADAPTER_CONFIG", "live_lora_sidecars", "lora_config", "lora_sidecars"]
 
@@ -106,13 +105,12 @@ def lora_sidecars(
     return sidecars
 
 
-def live_lora_sidecars(config: Any, base: nn.Module, *, tokenizer: object | None = None) -> Sidecars:
-    """Decide on the sidecars of an adapter of a live model: PEFT's config, as PEFT writes it, and the tokenizer.
+def live_lora_sidecars(config: Any, base: nn.Module) -> Sidecars:
+    """Decide on the sidecars of an adapter of a live model: PEFT's config, as PEFT writes it.
 
     Args:
         config: PEFT's config of the adapter; left as it is.
         base: The model that the adapter is for.
-        tokenizer: A tokenizer or processor to save with it.
     """
     content = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
     content["inference_mode"] = True
@@ -123,7 +121,6 @@ def live_lora_sidecars(config: Any, base: nn.Module, *, tokenizer: object | None
     text = json.dumps(content, indent=2, sort_keys=True)
     origin = Origin("live object", made_of="the live config")
     sidecars = Sidecars([Sidecar(ADAPTER_CONFIG, origin, text.encode())])
-    add_tokenizer(sidecars, tokenizer)
     _findable(content["base_model_name_or_path"], sidecars, of_user=False)
     if not content["base_model_name_or_path"]:
         sidecars.missing.append(f"base_model_name_or_path in {ADAPTER_CONFIG}: the config has none")

@@ -18,7 +18,6 @@ from .custom_code import code_files, code_of_class, missing_code
 from .live_config import config_of, generate, live_edits, model_class, unwrap
 from .origins import CONFIG, GENERATION_CONFIG, find, locate_local
 from .sidecar import Origin, Sidecars, changed_keys
-from .tokenizers import add_tokenizer
 
 __all__ = ["from_model", "has_config"]
 
@@ -28,12 +27,11 @@ def has_config(model: nn.Module) -> bool:
     return config_of(unwrap(model)) is not None
 
 
-def from_model(model: nn.Module, *, tokenizer: object | None = None) -> Sidecars:
+def from_model(model: nn.Module) -> Sidecars:
     """Decide on the sidecars of a live module. Neither it nor its config is changed, and the network is not used.
 
     Args:
         model: The module; wrappers (DDP, torch.compile, FSDP2) are looked through.
-        tokenizer: A tokenizer or processor to save with it.
 
     Returns:
         The sidecars. What cannot be made, for whatever reason, is missing and warned about: weights are worth more.
@@ -45,7 +43,6 @@ def from_model(model: nn.Module, *, tokenizer: object | None = None) -> Sidecars
         sidecars.missing.append(f"{CONFIG}: the module has no config")
     else:
         _add_configs(sidecars, model, config)
-    add_tokenizer(sidecars, tokenizer)
     return sidecars
 
 

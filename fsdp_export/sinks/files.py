@@ -59,6 +59,7 @@ class FileSink(Sink):
         layouts: The weight files of the last export.
         written: Names and sizes of all its files; on the first rank.
         removed: Names of earlier files that the last export removed; on the first rank.
+        write_bytes: Bytes of rows on the CPU that are written at a time.
     """
 
     delivery: Delivery = "once"
@@ -79,7 +80,9 @@ class FileSink(Sink):
         self.removed: list[str] = []
         self.written: dict[str, int] = {}
         self.fsync = fsync
+        self.write_bytes = _WRITE_BYTES
         self._lay_out_files, self._provenance = lay_out_files, provenance
+        self._made_from: Mapping[str, object] = {}
         self._overwrite = overwrite
         self._plan: Plan | None = None
         self._publication: Publication | None = None
@@ -98,6 +101,7 @@ class FileSink(Sink):
             SinkError: The folder cannot be used, or has too little space.
         """
         layouts = self._lay_out_files(plan)
+        self._made_from = self._provenance()
         self._publication = Publication.begin(self.folder, overwrite=self._overwrite, fsync=self.fsync)
         if self._publication.recovered:
             _log.warning("%s: %s", self.folder, self._publication.recovered)
@@ -144,7 +148,7 @@ class FileSink(Sink):
         path, file, offset = self._place(piece.info, piece.first_row, tensor.nbytes)
 
         if tensor.device.type == "cpu":
-            _write_all(file, path, bytes_of(tensor).numpy().data, offset, _WRITE_BYTES)
+            _write_all(file, path, bytes_of(tensor).numpy().data, offset, self.write_bytes)
             return
 
         def write(data: memoryview, at: int) -> None:
@@ -202,7 +206,7 @@ class FileSink(Sink):
                 sizes[name] = (staging / name).stat().st_size
         tied = {"tied": dict(self._plan.aliases)} if self._plan.aliases else {}
         files = {name: {"bytes": sizes[name], **facts[name]} for name in facts}
-        write_text(staging / MARKER, render({**self._provenance(), **tied}, files))
+        write_text(staging / MARKER, render({**self._made_from, **tied}, files))
         self.removed = self._publication.publish([*facts, MARKER])
         self.written = sizes
         self._publication = None

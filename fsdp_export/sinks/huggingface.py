@@ -123,6 +123,7 @@ def folder_sink(
     format: str,  # noqa: A002  the name that users of this ecosystem expect
     has_config: bool,
     sidecars: Callable[[], Sidecars],
+    tokenizer: Callable[[Sidecars], None] | None = None,
     max_shard_size: int | str,
     overwrite: bool,
     fsync: bool,
@@ -138,6 +139,7 @@ def folder_sink(
         format: `"auto"`, `"hf"` or `"safetensors"`.
         has_config: Whether there is a config.
         sidecars: Returns what lies beside the weights in a Hugging Face folder.
+        tokenizer: Adds the tokenizer to it, if it has none.
         max_shard_size: Bytes per file of it.
         overwrite: Whether weights that no export recorded are replaced.
         fsync: Whether to wait until the disk has the bytes.
@@ -154,6 +156,7 @@ def folder_sink(
         folder,
         lay_out_files=lay_out_files,
         sidecars=sidecars if format != "safetensors" else None,
+        tokenizer=tokenizer if format != "safetensors" else None,
         overwrite=overwrite,
         fsync=fsync,
         provenance=provenance,
@@ -166,7 +169,8 @@ class HuggingFaceSink(FileSink):
 
     Args:
         folder: As for `FileSink`, and so are `lay_out_files`, `overwrite`, `fsync` and `provenance`.
-        sidecars: Finds config, tokenizer and so on; called on the first rank. None to write weights alone.
+        sidecars: Finds config and so on; called on the first rank, in `begin`. None to write weights alone.
+        tokenizer: Adds the tokenizer; called on the first rank, in `commit`, since it takes long.
         kind: What is written, for the report, if it is no model.
     """
 
@@ -176,6 +180,7 @@ class HuggingFaceSink(FileSink):
         *,
         lay_out_files: Callable[[Plan], list[FileLayout]],
         sidecars: Callable[[], Sidecars] | None,
+        tokenizer: Callable[[Sidecars], None] | None,
         overwrite: bool,
         fsync: bool,
         provenance: Callable[[], Mapping[str, object]],
@@ -183,6 +188,7 @@ class HuggingFaceSink(FileSink):
     ) -> None:
         super().__init__(folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync)
         self._find_sidecars = sidecars
+        self._add_tokenizer = tokenizer
         self._kind = kind
         self._sidecars = Sidecars()
 
@@ -194,6 +200,8 @@ class HuggingFaceSink(FileSink):
 
     def write_extras(self, staging: Path, plan: Plan) -> dict[str, Mapping[str, object]]:
         """Write the index and the sidecars."""
+        if self._add_tokenizer is not None:
+            self._add_tokenizer(self._sidecars)
         digests = write(self._sidecars, staging, fsync=self.fsync)
         origins = {sidecar.name: sidecar.origin for sidecar in reversed(self._sidecars.files)}
         if len(self.layouts) > 1:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_export import save_checkpoint
 from fsdp_export.sidecars.of_model import from_model, has_config
 from fsdp_export.sidecars.sidecar import Sidecars
+from fsdp_export.sidecars.tokenizers import add_tokenizer
 from fsdp_export.sidecars.writing import write
 
 
@@ -52,7 +53,8 @@ def _write(sidecars: Sidecars, folder: Path) -> list[str]:
 
 
 def test_a_model_as_it_was_loaded_has_the_files_it_was_loaded_from(base: Path, tmp_path: Path) -> None:
-    sidecars = from_model(_load(base), tokenizer=transformers.AutoTokenizer.from_pretrained(base))
+    sidecars = from_model(_load(base))
+    add_tokenizer(sidecars, transformers.AutoTokenizer.from_pretrained(base))
     out = tmp_path / "out"
     assert set(_write(sidecars, out)) == {path.name for path in out.iterdir()} == ALL_FILES
     assert all((out / name).read_bytes() == (base / name).read_bytes() for name in ALL_FILES)
@@ -86,7 +88,7 @@ def test_what_changed_since_loading_is_edited_and_told(base: Path) -> None:
         f"config.json differs from that of {base} in vocab_size",
         f"generation_config.json differs from that of {base} in temperature",
     ]
-    assert sidecars.missing == ["tokenizer: none was given"]
+    assert sidecars.missing == []
 
 
 def test_another_class_than_that_of_the_file_is_named(base: Path) -> None:
@@ -118,7 +120,9 @@ def test_a_module_without_config_has_nothing() -> None:
     model = tiny()
     sidecars = from_model(model)
     assert (sidecars.files, sidecars.config) == ([], None)
-    assert sidecars.missing == ["config.json: the module has no config", "tokenizer: none was given"]
+    assert sidecars.missing == ["config.json: the module has no config"]
+    add_tokenizer(sidecars, None)
+    assert sidecars.missing[1:] == ["tokenizer: none was given"]
     assert not has_config(model)
     assert has_config(hf_model("llama"))
 
@@ -142,7 +146,8 @@ def test_what_cannot_be_made_does_not_cost_the_rest(base: Path) -> None:
 
     model: Any = nn.Linear(2, 2)
     model.config = Broken()
-    sidecars = from_model(model, tokenizer=Broken())
+    sidecars = from_model(model)
+    add_tokenizer(sidecars, Broken())
     assert sidecars == Sidecars(
         [],
         ["config.json", "tokenizer"],
@@ -168,7 +173,8 @@ def test_custom_code_without_a_folder_is_missing() -> None:
 def test_a_given_tokenizer_that_changed_is_told(base: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.pad_token = "</s>"
-    sidecars = from_model(hf_model("llama"), tokenizer=tokenizer)
+    sidecars = from_model(hf_model("llama"))
+    add_tokenizer(sidecars, tokenizer)
     origins = {sidecar.name: str(sidecar.origin) for sidecar in sidecars.files}
     assert origins["tokenizer.json"] == f"copied from {base}"
     assert origins["tokenizer_config.json"] == "made of the tokenizer that was given"
