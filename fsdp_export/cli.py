@@ -199,20 +199,21 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
             with show(doing="verifying", then="waiting for the other ranks") as progress:
                 verification = checkpoint.verify(options["out"], delivered=progress)
             report = replace(report, verification=verification)
-    return _finish(checkpoint, report, say, options["smoke_test"]) if group.is_lead else None
+    return _finish(checkpoint, report, say, options) if group.is_lead else None
 
 
 def _finish(
-    checkpoint: OpenedCheckpoint, report: Report, say: Callable[[str], None], prompt: str | None
+    checkpoint: OpenedCheckpoint, report: Report, say: Callable[[str], None], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     for line in report.lines():
         say(line)
     result = {**_json_of_source(checkpoint), **report.as_json()}
     result["notes"] = [*checkpoint.notes, *report.notes]
+    prompt = options["smoke_test"]
     if prompt is not None and (report.verification is None or report.verification.is_equal):
         from .smoke import continue_text
 
-        result["smoke_test"] = continue_text(report.path, prompt)
+        result["smoke_test"] = continue_text(report.path, prompt, trust_remote_code=options["trust_remote_code"])
         say(f"transformers loads it and continues {prompt!r}: {result['smoke_test']!r}")
     return result
 
@@ -307,6 +308,10 @@ def _check_combination(given: Mapping[str, str], options: Mapping[str, Any]) -> 
     if options["out"] is None and not options["dry_run"]:
         fix = "Give --out DIR; or --dry-run to see what would be written, or --demo --out DIR to try it"
         raise UsageError("no folder to write to", fix=fix)
+    if str(options["out"]).startswith("-"):
+        raise UsageError(
+            "--out has no folder", found=options["out"], fix="For a folder of this name, give ./ before it"
+        )
     if options["smoke_test"] is not None and not options["smoke_test"].strip():
         raise UsageError("--smoke-test has no text to continue", fix="Give the beginning of a sentence")
 

@@ -302,6 +302,8 @@ class Exporter:
         model = self._planning.described
         sidecars = from_model(model)
         sidecars.warnings += dtype_notes(self.plan, live_dtypes(model, sidecars.config))
+        if self._planning.keeps_lora:
+            sidecars.warnings.append("LoRA is not merged: nothing loads these names as a model; lora='merge' merges it")
         return sidecars
 
     @property

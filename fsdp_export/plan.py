@@ -15,6 +15,7 @@ from functools import cached_property
 from .dtypes import Casts
 from .errors import PlanError
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
+from .memory import without_collection
 from .names import check_unique
 from .spec import Box, Mesh, Sharding, TensorInfo
 from .steps import Rows, Step, Window
@@ -77,6 +78,7 @@ class Plan:
         return plan_table(self.outputs, files)
 
     @cached_property
+    @without_collection()
     def lines(self) -> list[str]:
         """One line per step; equal on all ranks, or the export is refused."""
         return list(map(_line, self.steps))
@@ -91,6 +93,7 @@ class Plan:
         """Steps with rows that no rank holds whole."""
         return tuple(step for step in self.steps if not _is_local(_needs(step)))
 
+    @without_collection()
     def local_windows(self, rank: int) -> list[Window]:
         """Return the units that a rank delivers from what it holds, so that all local units are delivered once.
 
@@ -128,6 +131,7 @@ class Plan:
     def _buckets(self) -> dict[tuple[int, bool, bool], list[list[Window]]]:
         return {}
 
+    @without_collection()
     def windows(self, steps: Iterable[Step], max_bytes: int, *, whole: bool) -> list[list[Window]]:
         """Cut steps into buckets to gather one after the other.
 

@@ -165,9 +165,14 @@ class Planning:
         assert self._peft is not None
         return self._peft.config
 
+    @property
+    def keeps_lora(self) -> bool:
+        """Whether LoRA is exported beside the weights that it is for, under PEFT's names."""
+        return self._found_peft is not None and self._lora == "keep"
+
     def provenance(self) -> dict[str, object]:
         """Return what the record of an export says of its source and of the choices made here. Local."""
-        kept = "keep" if self._found_peft is not None and self._lora == "keep" else None
+        kept = "keep" if self.keeps_lora else None
         return provenance(
             self.source,
             dtype=self._dtype,

@@ -12,14 +12,13 @@ __all__ = ["continue_text"]
 _NUM_NEW_TOKENS = 64
 
 
-def continue_text(folder: Path, prompt: str) -> str:
+def continue_text(folder: Path, prompt: str, *, trust_remote_code: bool = False) -> str:
     """Load a Hugging Face folder with transformers, on the CPU, and generate greedily.
-
-    Code that comes with the model is not run.
 
     Args:
         folder: What was exported.
         prompt: The text to continue.
+        trust_remote_code: Whether code that comes with the model may be run.
 
     Returns:
         The new text alone, at most 64 tokens of it.
@@ -36,8 +35,8 @@ def continue_text(folder: Path, prompt: str) -> str:
     untyped_logging.disable_progress_bar()
     model_class: Any = transformers.AutoModelForCausalLM
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model, info = model_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever its many classes raise
         raise _failure("transformers cannot load the export", folder, error) from error
     for kind in ("missing_keys", "unexpected_keys"):

@@ -518,6 +518,11 @@ def test_progress_is_shown_on_stderr(run, environ):
     assert call(run, "--out", "out").stderr == ""
 
 
+def test_an_option_is_no_folder(run):
+    message = refusal(run, "--out", "-q")
+    assert message == "--out has no folder: found -q. For a folder of this name, give ./ before it."
+
+
 def test_a_smoke_test_continues_a_text(run, base, model):
     result = call(run, "--base-model", base, "--out", "out", "--smoke-test", "aabab", "--json")
     text = json.loads(result.stdout)["smoke_test"]

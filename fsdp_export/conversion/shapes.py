@@ -101,7 +101,7 @@ def _notes_on_names(
 ) -> list[str]:
     written = [output.name for output in outputs]
     if any(segment.startswith("lora_") for name in written for segment in name.split(".")):
-        return [f"LoRA is not merged: {class_name} will not load these names; call merge_and_unload() before saving"]
+        return [f"LoRA is not merged: {class_name} will not load these names; --lora merge merges it"]
     missing, unknown = known.missing(all_names), known.unknown(written)
     num_known = sum(known.find(name) is not None for name in all_names)
     if missing and num_known * 2 < len(all_names):
@@ -114,6 +114,10 @@ def _notes_on_names(
     notes = [f"{class_name} has {lacks} that the checkpoint lacks: {listing(missing)}"] if missing else []
     if unknown:
         notes.append(f"{class_name} does not know {more} of the checkpoint: {listing(unknown)}")
+    if missing and unknown:
+        notes.append(
+            "whoever loads this gets new values for what is lacking: is the base model the one that was trained?"
+        )
     return notes
 
 

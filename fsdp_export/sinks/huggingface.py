@@ -73,6 +73,9 @@ class Report:
         speed = human_bytes(self.num_bytes / max(self.seconds, 1e-9))
         return f"{self.what}, {files} in {self.path} after {self.seconds:.1f} s ({speed}/s)"
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
         """Return everything a person wants to know; last comes the headline, and what was verified."""
         removed = [f"removed {', '.join(self.removed)} of the earlier export"] if self.removed else []

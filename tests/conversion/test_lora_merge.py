@@ -119,7 +119,8 @@ def test_a_merged_checkpoint_is_that_of_the_base_model(tmp_path):
 def test_names_can_be_kept(tmp_path):
     model = with_lora("saved")
     assert dict(Exporter(model, lora="keep").tensors()).keys() == model.state_dict().keys()
-    save_checkpoint(model, tmp_path, lora="keep")
+    report = save_checkpoint(model, tmp_path, lora="keep")
+    assert "LoRA is not merged: nothing loads these names as a model; lora='merge' merges it" in str(report)
     assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
 

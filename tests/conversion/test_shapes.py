@@ -228,6 +228,7 @@ def test_configs_that_are_not_compared_with(changes):
             [
                 f"LlamaForCausalLM has 1 tensor that the checkpoint lacks: {HEAD}",
                 "LlamaForCausalLM does not know 2 tensors of the checkpoint: score.bias, score.weight",
+                "whoever loads this gets new values for what is lacking: is the base model the one that was trained?",
             ],
             id="another-head",
         ),
@@ -235,7 +236,7 @@ def test_configs_that_are_not_compared_with(changes):
             [],
             [f"base_model.{HEAD}.lora_A.weight"],
             [
-                "LoRA is not merged: LlamaForCausalLM will not load these names; call merge_and_unload() before saving",
+                "LoRA is not merged: LlamaForCausalLM will not load these names; --lora merge merges it",
             ],
             id="adapter",
         ),
