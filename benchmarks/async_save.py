@@ -23,6 +23,7 @@ import transformers
 from measuring import Peak, machine, publish, summary, unbacked_bytes, written_bytes
 from methods import SHARD_SIZE
 from save import build
+from sharded_model import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -131,16 +132,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where to write; emptied after each run")
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args()
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    else:
-        dist.init_process_group("gloo")
-    try:
+    with process_group(options.device):
         model, config = build(options)
         measure_all(Loop(model, options.tokens if options.device == "cuda" else 0), config, options)
-    finally:
-        dist.destroy_process_group()
 
 
 def measure_all(loop: Loop, config: transformers.Qwen2Config, options: argparse.Namespace) -> None:
@@ -216,7 +210,7 @@ def report(
     ranks = dist.get_world_size()
     facts = {
         "title": f"Standing still for a save of {size:.1f} GB, {ranks} ranks, {device}, torch {torch.__version__}",
-        "memory": "extra host memory per rank",
+        "second": "extra host memory per rank",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "ranks": ranks,

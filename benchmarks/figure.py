@@ -22,10 +22,12 @@ def main() -> None:
     whiskers = [row["median_seconds"] - row["min_seconds"] for row in rows]
     axes.barh([row["title"] for row in rows], shortest, xerr=[[0] * len(rows), whiskers], color=colors)
     for position, row in enumerate(rows):
-        text = f" {row['min_seconds']:.2f} s, {row['host_mib']:,.0f} MiB"
+        speed = row.get("gigabytes_per_second")
+        second = f"{row['host_mib']:,.0f} MiB" if speed is None else f"{speed:,.0f} GB/s"
+        text = f" {row['min_seconds']:.3g} s, {second}"
         axes.text(max(row["min_seconds"], row["median_seconds"]), position, text, va="center", fontsize=8)
     axes.set_xlim(0, 1.35 * max(row["median_seconds"] for row in rows))
-    axes.set_xlabel(f"seconds, minimum of interleaved runs (whisker: median)\nand {facts['memory']}")
+    axes.set_xlabel(f"seconds, minimum of interleaved runs (whisker: median)\nand {facts['second']}")
     axes.set_title(facts["title"], fontsize=10)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

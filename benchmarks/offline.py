@@ -136,7 +136,7 @@ def measure_all(methods: dict[str, Method], options: argparse.Namespace, name_of
         ]
         facts = {
             "title": f"Merging {options.gigabytes:g} GB of {options.ranks} ranks, {machine()}",
-            "memory": "peak host memory of a process",
+            "second": "peak host memory of a process",
             "versions": versions,
             "ranks": options.ranks,
             "device": machine(),

@@ -52,7 +52,7 @@ def main() -> None:
         runs = [json.loads(subprocess.check_output(command)) for _ in range(options.repeats)]
         row = summary("ours", f"{num_tensors:,} tensors, rank 0 of {num_ranks:,}", runs, runs)
         rows.append({**row, "walk_microseconds": min(run["walk_microseconds"] for run in runs)})
-    facts = {"title": "Planning", "memory": "host memory", "machine": machine(), "torch": torch.__version__}
+    facts = {"title": "Planning", "second": "host memory", "machine": machine(), "torch": torch.__version__}
     publish(options.results / "planning.json", {**facts, "repeats": options.repeats, "rows": rows}, _COLUMNS)
 
 

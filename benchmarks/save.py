@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 from measuring import Peak, machine, publish, summary, unbacked_bytes, written_bytes
 from methods import METHODS
-from sharded_model import config_of, sharded
+from sharded_model import config_of, process_group, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -39,17 +39,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where to write; emptied after each run")
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    else:
-        dist.init_process_group("gloo")
-    try:
+    with process_group(options.device):
         model, config = build(options)
         measure_all(model, config, options)
-    finally:
-        dist.destroy_process_group()
 
 
 def build(options: argparse.Namespace) -> tuple[nn.Module, transformers.Qwen2Config]:
@@ -119,7 +111,7 @@ def report(
     ranks = dist.get_world_size()
     facts = {
         "title": f"Saving {rows[0]['written_gb']:.1f} GB from {ranks} ranks, {device}, torch {torch.__version__}",
-        "memory": "extra host memory per rank",
+        "second": "extra host memory per rank",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "ranks": ranks,

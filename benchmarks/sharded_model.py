@@ -1,19 +1,22 @@
-"""The models that are timed: of realistic sizes, sharded before they have memory."""
+"""The models that are timed, of realistic sizes, sharded before they have memory; and the ranks that hold them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["SIZES", "config_of", "sharded", "sharded_on_meta"]
+__all__ = ["SIZES", "config_of", "process_group", "sharded", "sharded_on_meta"]
 
 _LARGE = 4_000_000_000
 
@@ -62,6 +65,22 @@ SIZES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "moe-tiny": partial(_moe, vocab_size=8000, hidden_size=512, num_hidden_layers=4, **_FEW),
 }
 """Configs by name: a 7B, a 0.5B, eight layers of a 30B with 128 experts, and two for the CPU."""
+
+
+@contextmanager
+def process_group(device: str) -> Iterator[None]:
+    """Join the ranks that torchrun started, each with one thread, and on GPUs with one of these."""
+    torch.set_num_threads(1)
+    if device == "cuda":
+        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(own)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=own)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def sharded(

@@ -7,7 +7,6 @@ allocators, is reported apart. Limits of the machine are measured in the same ru
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from measuring import Peak, machine, publish, summary, unbacked_bytes
-from sharded_model import SIZES, sharded
+from sharded_model import SIZES, process_group, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -51,21 +50,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="not used")
     parser.add_argument("--results", type=Path, required=True)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    if options.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    else:
-        dist.init_process_group("gloo")
-    try:
+    with process_group(options.device):
         default = "dense-7b,dense-0.5b,moe" if options.device == "cuda" else "dense-tiny,moe-tiny"
         rows: list[dict[str, Any]] = []
         for kind in (options.models or default).split(","):
             for offloads in [False] if options.no_offload or options.device == "cpu" else [False, True]:
                 rows += measure_model(kind, options, offloads=offloads)
                 report(rows, options)
-    finally:
-        dist.destroy_process_group()
 
 
 def measure_model(kind: str, options: argparse.Namespace, *, offloads: bool) -> list[dict[str, Any]]:
@@ -196,7 +187,7 @@ def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     device = torch.cuda.get_device_name() if options.device == "cuda" else machine()
     facts = {
         "title": f"Full tensors on each of {dist.get_world_size()} ranks, {device}, torch {torch.__version__}",
-        "memory": "extra host memory per rank",
+        "second": "gigabytes per second",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "ranks": dist.get_world_size(),
