@@ -45,11 +45,11 @@ def save(fence: Fence, what: str = "save") -> str:
 )
 def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, store: StoreKind) -> None:
     def on_rank() -> str:
-        result = save(fence_of_all(timeout=0.5)) if dist.get_rank() not in absent else "absent"
+        result = save(fence_of_all(timeout=1.5)) if dist.get_rank() not in absent else "absent"
         dist.barrier()
         return result
 
-    text = f"RankError: save must be called on every rank, but {names} did not call it within 0.5 s"
+    text = f"RankError: save must be called on every rank, but {names} did not call it within 1.5 s"
     for rank, result in enumerate(run_ranks(on_rank, 3, store=store)):
         assert result == ("absent" if rank in absent else text)
 
@@ -57,24 +57,24 @@ def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, s
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: StoreKind) -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=0.5)
+        fence = fence_of_all(timeout=1.5)
         if dist.get_rank() == 1:
-            time.sleep(1)
+            time.sleep(2.5)
         first = save(fence)
         dist.barrier()
         return [first, save(fence), save(fence)]
 
-    text = "RankError: save must be called on every rank, but rank 1 did not call it within 0.5 s"
+    text = "RankError: save must be called on every rank, but rank 1 did not call it within 1.5 s"
     assert run_ranks(on_rank, 3, store=store) == [[text, "0,1,2", "0,1,2"]] * 3
 
 
 def test_keys_of_calls_in_vain_are_deleted_later() -> None:
     def on_rank() -> list[int]:
-        fence = fence_of_all(timeout=0.2)
+        fence = fence_of_all(timeout=0.7)
         counts = []
         for _ in range(3):
             if dist.get_rank() == 1:
-                time.sleep(0.4)
+                time.sleep(1.2)
             assert save(fence).startswith("RankError")
             dist.barrier()
             assert save(fence) == "0,1"
@@ -86,12 +86,12 @@ def test_keys_of_calls_in_vain_are_deleted_later() -> None:
 
 def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=0.3)
+        fence = fence_of_all(timeout=0.8)
         results = [save(fence), save(fence)] if dist.get_rank() else []
         dist.barrier()
         return [*results, save(fence), save(fence)]
 
-    text = "RankError: save must be called on every rank, but rank 0 did not call it within 0.3 s"
+    text = "RankError: save must be called on every rank, but rank 0 did not call it within 0.8 s"
     lead, *others = run_ranks(on_rank, 3)
     assert lead == ["0,1,2"] * 2
     assert others == [[text, text, "0,1,2", "0,1,2"]] * 2
@@ -99,13 +99,13 @@ def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
 
 def test_a_lead_that_went_on_is_met_at_its_newest_call() -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=0.7 if dist.get_rank() == 0 else 60.0)
+        fence = fence_of_all(timeout=1.5 if dist.get_rank() == 0 else 60.0)
         if dist.get_rank() == 1:
-            time.sleep(1)
+            time.sleep(2.5)
             return [save(fence), save(fence)]
         return [save(fence), save(fence), save(fence)]
 
-    text = "RankError: save must be called on every rank, but rank 1 did not call it within 0.7 s"
+    text = "RankError: save must be called on every rank, but rank 1 did not call it within 1.5 s"
     assert run_ranks(on_rank, 2) == [[text, "0,1", "0,1"], ["0,1", "0,1"]]
 
 
