@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .config_json import named_dtype
 from .dtypes import HALF_DTYPES, model_dtype
 from .errors import listing
 from .plan import Plan
-from .sidecars.config_json import named_dtype
 from .sidecars.live_config import config_of, unwrap
 from .table import counted, dtype_name
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .checkpoint import OpenedCheckpoint
+from .config_json import named_dtype
 from .conversion.adapter import adapter_name, conversion_of, load_adapter
 from .conversion.cut import Conversion
 from .conversion.full_precision import stored_in_fp32
@@ -27,7 +28,6 @@ from .errors import UsageError, listing
 from .exporter import Exporter
 from .fence import Fence
 from .lora import describe_lora, find_lora, merged_view
-from .sidecars.config_json import named_dtype
 from .sidecars.of_folder import from_folder
 from .sidecars.origins import CONFIG
 from .sidecars.sidecar import Sidecars

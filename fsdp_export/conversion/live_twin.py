@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..names import strip_wrappers
-from ..sidecars.live_config import model_class
 from .aliases import clean_modules
 
-__all__ = ["pretrained_twins"]
+__all__ = ["model_class", "pretrained_twins"]
 
 
 _Original = Callable[[nn.Module], nn.Module]
 _REGISTERED = ("_modules", "_parameters", "_buffers")
+
+
+def model_class(model: nn.Module) -> Any:
+    """Return the class of a module as it was before `fully_shard` or `replicate` put their own on top of it."""
+    return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed."))
 
 
 def pretrained_twins(model: nn.Module, original: _Original = lambda module: module) -> list[tuple[str, nn.Module]]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..config_json import Edits, edit_json, vocab_edits
 from ..errors import SourceError, listing
-from ..sidecars.config_json import Edits, edit_json, vocab_edits
-from ..sidecars.fitting import are_packed, is_quantized
+from ..quantization import are_packed, is_quantized
 from ..spec import TensorInfo
 from ..table import counted
 from .known import KnownTensors, Shape

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from ..spec import TensorInfo
+from ..config_json import REMOVED, added_rope_edits, dtype_edits, tie_edits, untie_edits
+from ..quantization import quantizations
 from ..table import counted
-from .config_json import REMOVED, added_rope_edits, dtype_edits, tie_edits, untie_edits
 from .sidecar import Sidecars
 
-__all__ = ["are_packed", "fit_config", "is_quantized", "undelivered_layers"]
+__all__ = ["fit_config", "undelivered_layers"]
 
-_EXACT = frozenset({torch.int64, torch.bool})
 _NUM_DRAFT_LAYERS = re.compile(r"num_nextn_predict_layers|num_mtp_(layers|modules)|mtp_num(_hidden)?_layers")
 _DRAFT_SEGMENT = re.compile(r"mtp(_.+)?|nextn(_.+)?")
 
@@ -55,29 +54,12 @@ def fit_config(
     if tied is False:
         edits.update(untie_edits(config))
         fitted.warnings.append("weights that are tied in the config differ: all are written, and the flag is off")
-    for path in _quantizations(config) if quantized is False else ():
+    for path in quantizations(config) if quantized is False else ():
         edits[path] = REMOVED
         fitted.warnings.append(f"{'.'.join(path)} was dropped: the weights are not quantized")
     edits.update(added_rope_edits(config))
     fitted.edit_config(edits)
     return fitted
-
-
-def are_packed(tensors: Iterable[TensorInfo]) -> bool:
-    """Tell whether tensors hold quantized weights: matrices of integers, or of floats of a byte or less.
-
-    Integers of 64 bits and booleans are buffers: positions, counters, masks.
-    """
-    return any(
-        len(tensor.shape) > 1 and (tensor.dtype.itemsize == 1 or not tensor.dtype.is_floating_point)
-        for tensor in tensors
-        if tensor.dtype not in _EXACT and not tensor.dtype.is_complex
-    )
-
-
-def is_quantized(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config says that the weights, or those of a part, are quantized."""
-    return any(_quantizations(config))
 
 
 def undelivered_layers(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
@@ -104,11 +86,3 @@ def _are_drafts(name: str, num_layers: object) -> bool:
     numbers = [int(after) for one, after in pairwise(segments) if one == "layers" and after.isdecimal()]
     is_behind = isinstance(num_layers, int) and any(number >= num_layers for number in numbers)
     return is_behind or any(map(_DRAFT_SEGMENT.fullmatch, segments))
-
-
-def _quantizations(config: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of what says that the weights are quantized, of the whole model or of a part."""
-    for key in ("quantization_config", "compression_config"):
-        if config.get(key):
-            yield (key,)
-        yield from ((part, key) for part, value in config.items() if isinstance(value, dict) and value.get(key))

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..names import strip_wrappers
-from .config_json import (
+from ..config_json import (
     Edits,
     class_edits,
     differences,
     edit_json,
     rope_edits,
 )
+from ..names import strip_wrappers
 
-__all__ = ["config_of", "generate", "live_edits", "model_class", "unwrap"]
+__all__ = ["config_of", "generate", "live_edits", "unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -34,11 +34,6 @@ def unwrap(model: nn.Module) -> nn.Module:
             break
         model = children[0][1]
     return model
-
-
-def model_class(model: nn.Module) -> Any:
-    """Return the class of a module as it was before `fully_shard` or `replicate` put their own on top of it."""
-    return next(cls for cls in type(model).__mro__ if not cls.__module__.startswith("torch.distributed."))
 
 
 def config_of(model: nn.Module) -> Any:

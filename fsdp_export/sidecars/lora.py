@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import nn
 
+from ..config_json import Edits, edit_json
+from ..conversion.live_twin import model_class
 from ..conversion.peft import LoraAdapter, parents
 from ..conversion.peft_names import is_embedding
 from ..errors import SourceError, listing
 from ..paths import is_folder
-from .config_json import Edits, edit_json
-from .live_config import model_class
 from .of_folder import origin_in, read_config
 from .origins import CONFIG, GENERATION_CONFIG, levels
 from .sidecar import Origin, Sidecar, Sidecars, changed_keys

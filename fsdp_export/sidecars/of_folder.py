@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..config_json import class_edits, parse_object
 from ..errors import NotFoundError, SourceError
 from ..paths import read_file
-from .config_json import class_edits, parse_object
 from .custom_code import code_files, missing_code
 from .origins import (
     CONFIG,

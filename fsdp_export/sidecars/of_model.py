@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..config_json import Edits, class_edits, edit_json, vocab_edits
+from ..conversion.live_twin import model_class
 from ..conversion.twin import meta_twin
 from ..paths import read_file
-from .config_json import Edits, class_edits, edit_json, vocab_edits
 from .custom_code import code_files, code_of_class, missing_code
-from .live_config import config_of, generate, live_edits, model_class, unwrap
+from .live_config import config_of, generate, live_edits, unwrap
 from .origins import CONFIG, GENERATION_CONFIG, find, locate_local
 from .sidecar import Origin, Sidecars, changed_keys
 

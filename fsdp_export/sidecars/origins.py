@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ..config_json import parse_object
 from ..errors import NotFoundError
 from ..paths import is_file, is_folder, read_file
-from .config_json import parse_object
 from .custom_code import code_files
 
 __all__ = [

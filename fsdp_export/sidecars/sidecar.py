@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from ..config_json import Edits, edit_json
 from ..paths import read_file
 from ..places import hub_model, recorded_place
-from .config_json import Edits, edit_json
 from .origins import CONFIG
 
 __all__ = ["Origin", "OriginKind", "Sidecar", "Sidecars", "changed_keys"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config_json import REMOVED, Edits, edit_json
+from ..config_json import REMOVED, Edits, edit_json
 from .origins import TOKENIZER_CONFIG, locate_local, processor_files, tokenizer_files
 from .sidecar import Origin, Sidecars
 

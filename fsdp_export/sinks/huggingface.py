@@ -16,7 +16,8 @@ from ..dtypes import model_dtype
 from ..errors import UsageError
 from ..layout import FileLayout, lay_out, split_into_files
 from ..plan import Plan
-from ..sidecars.fitting import are_packed, fit_config, undelivered_layers
+from ..quantization import are_packed
+from ..sidecars.fitting import fit_config, undelivered_layers
 from ..sidecars.origins import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from ..sidecars.sidecar import Origin, Sidecars
 from ..sidecars.writing import write

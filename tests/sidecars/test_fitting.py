@@ -15,11 +15,10 @@ from torch import nn
 
 from fsdp_export import export_checkpoint, save_checkpoint
 from fsdp_export.cli import main
-from fsdp_export.sidecars.fitting import are_packed, fit_config
+from fsdp_export.sidecars.fitting import fit_config
 from fsdp_export.sidecars.of_folder import from_folder
 from fsdp_export.sidecars.sidecar import Sidecars
 from fsdp_export.sinks.huggingface import Report
-from fsdp_export.spec import TensorInfo
 
 
 @pytest.fixture
@@ -58,24 +57,6 @@ def test_a_config_that_is_true_already_stays_a_copy(base: Path) -> None:
     assert fit_config(sidecars, dtype=torch.float32) == sidecars
     assert fit_config(sidecars, dtype=None) == sidecars
     assert fit_config(Sidecars(), dtype=torch.float16, tied=False) == Sidecars()
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        pytest.param((4, 4), torch.bfloat16, False, id="bf16"),
-        pytest.param((4, 4), torch.float8_e4m3fn, True, id="fp8"),
-        pytest.param((4, 4), torch.uint8, True, id="bitsandbytes-mxfp4"),
-        pytest.param((4, 4), torch.int8, True, id="int8"),
-        pytest.param((4, 4), torch.int32, True, id="gptq-awq"),
-        pytest.param((4,), torch.uint8, False, id="flat-buffer"),
-        pytest.param((1, 4), torch.int64, False, id="position-ids"),
-        pytest.param((1, 4), torch.bool, False, id="mask"),
-        pytest.param((4, 4), torch.complex64, False, id="complex"),
-    ],
-)
-def test_packed_weights_are_known_by_dtype_and_dims(shape: tuple[int, ...], dtype: torch.dtype, expected: bool) -> None:
-    assert are_packed([TensorInfo("w", (4, 4), torch.float32), TensorInfo("x", shape, dtype)]) is expected
 
 
 @pytest.mark.parametrize("is_live", [True, False], ids=["live", "disk"])

@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_export.sidecars.config_json import edit_json
-from fsdp_export.sidecars.live_config import config_of, generate, live_edits, model_class, unwrap
+from fsdp_export.config_json import edit_json
+from fsdp_export.conversion.live_twin import model_class
+from fsdp_export.sidecars.live_config import config_of, generate, live_edits, unwrap
 
 LEGACY = {"rope_theta", "rope_scaling", "torch_dtype"}
 

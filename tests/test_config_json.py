@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_export.sidecars.config_json import (
+from fsdp_export.config_json import (
     REMOVED,
     Edits,
     class_edits,
