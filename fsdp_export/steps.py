@@ -105,6 +105,19 @@ class Part:
         is_there = low < high or low == high == self.rows[0] == self.rows[1]
         return (low - self.rows[0], (low, high)) if is_there else None
 
+    def of_rows(self, rows: torch.Tensor, first: int, stop: int) -> torch.Tensor:
+        """Return this output as it lies in rows of a contiguous tensor, without copying."""
+        shape = self.info.shape
+        if not rows.dim():
+            return rows.view(shape)
+        if self.rows[1] - self.rows[0] == 1:
+            return self.of_row(rows, first)
+        if self.inner is None:
+            return rows[first:stop].view(stop - first, *shape[1:])
+        offset, strides = self.inner
+        begin = int(rows.storage_offset()) + first * rows.stride(0) + offset
+        return rows.as_strided((stop - first, *shape[1:]), (rows.stride(0), *strides), begin)
+
     def of_row(self, rows: torch.Tensor, row: int) -> torch.Tensor:
         """Return this output as it lies in one row of a contiguous tensor, without copying."""
         shape = self.info.shape
@@ -207,8 +220,8 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
         if is_copy:
             yield Piece(outputs[0], first_unit, rows.to(dtype).contiguous())
             return
+        rows = rows.contiguous()
         if is_unitwise and rows.dim():
-            rows = rows.contiguous()
             for unit in range(first_unit, first_unit + rows.shape[0]):
                 for part in by_unit[unit]:
                     yield Piece(part.info, 0, part.of_row(rows, unit - first_unit).to(dtype).contiguous())
@@ -217,8 +230,8 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
             inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
             if inside is not None:
                 first_row, (low, high) = inside
-                mine = rows[low - first_unit : high - first_unit] if rows.dim() else rows
-                yield Piece(part.info, first_row, _shaped(mine, part).to(dtype).contiguous())
+                tensor = part.of_rows(rows, low - first_unit, high - first_unit)
+                yield Piece(part.info, first_row, tensor.to(dtype).contiguous())
 
     narrows = dtype.itemsize < spec.dtype.itemsize
     is_unitwise = all(stop - first == 1 for first, stop in (part.rows for part in parts))
@@ -227,21 +240,6 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
         by_unit[part.rows[0]].append(part)
     read_dtype = dtype if narrows else None
     return Step((spec,), outputs, spec.num_rows, read_dtype, convert, parts=parts, is_unitwise=is_unitwise)
-
-
-def _shaped(rows: torch.Tensor, part: Part) -> torch.Tensor:
-    """Give rows of an input, or what the output has of each, the shape that they have in the output."""
-    num_rows, shape = part.rows[1] - part.rows[0], part.info.shape
-    if not rows.dim():
-        return rows.reshape(shape)
-    has_rows = shape[:1] == (num_rows,) and (part.inner is None or len(part.inner[1]) < len(shape))
-    if part.inner is not None:
-        offset, strides = part.inner
-        rows = rows.contiguous()
-        stride = rows[0].numel()
-        inner_shape = shape[1:] if has_rows else shape
-        rows = rows.as_strided((rows.shape[0], *inner_shape), (stride, *strides), int(rows.storage_offset()) + offset)
-    return rows.reshape((rows.shape[0], *shape[1:]) if has_rows else shape)
 
 
 @dataclass(frozen=True, slots=True)
