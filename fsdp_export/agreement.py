@@ -59,7 +59,9 @@ def check_copies(plan: Plan, source: Source, operation: Operation) -> None:
     Raises:
         DisagreementError: A parameter differs. Buffers that differ (the statistics of a BatchNorm, say) are logged.
     """
-    planned = {spec for step in plan.steps for spec in step.inputs} if source.copies else set()
+    if not source.copies:
+        return
+    planned = {spec for step in plan.steps for spec in step.inputs}
     copies = [spec for spec in source.copies if spec in planned]
     if not copies:
         return

@@ -55,10 +55,14 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
+def find_ranks(model: nn.Module, tensors: Mapping[str, torch.Tensor] | None = None) -> tuple[tuple[int, ...], int]:
     """Return the global ranks that hold a module, ascending, and this process's rank. Local.
 
     They are the ranks of its largest mesh, else of its DDP group, else of the default group.
+
+    Args:
+        model: The module.
+        tensors: Its `named_tensors`, if they are at hand.
 
     Raises:
         SourceError: As `named_tensors`.
@@ -66,7 +70,7 @@ def find_ranks(model: nn.Module) -> tuple[tuple[int, ...], int]:
     if not dist.is_initialized():
         return (0,), 0
     rank = dist.get_rank()
-    mesh = _largest_mesh(named_tensors(model).values())
+    mesh = _largest_mesh((tensors if tensors is not None else named_tensors(model)).values())
     if mesh is not None:
         return tuple(sorted(mesh.mesh.flatten().tolist())), rank
     ddp = next((module for module in model.modules() if isinstance(module, DistributedDataParallel)), None)
@@ -140,12 +144,13 @@ class LiveSource:
         self._device_mesh: DeviceMesh | None
         self._groups: dict[tuple[Mesh, int], dist.ProcessGroup] = {}
         self.groups: Groups = self._groups
-        self.ranks, self.rank = find_ranks(model)
+        own = named_tensors(model)
+        self.ranks, self.rank = find_ranks(model, own)
         self._replicated = Sharding.replicated(self.ranks)
         self._shardings: dict[tuple[int, object], tuple[DeviceMesh, Sharding, bool]] = {}
         self._entries: dict[str, _Entry] = {}
         self._locals: dict[str, torch.Tensor] = {}
-        devices = [local.device for _, local in self._read()]
+        devices = [local.device for _, local in self._read(own)]
         self.specs = tuple(entry.spec for entry in self._entries.values())
         self.copies = tuple(entry.spec for entry in self._entries.values() if entry.is_copy)
         others = [
@@ -165,7 +170,7 @@ class LiveSource:
         Raises:
             SourceError: Names, shapes, dtypes, shardings or ties are not those that were planned.
         """
-        locals_ = dict(self._read())
+        locals_ = dict(self._read(named_tensors(self._model)))
         specs = tuple(entry.spec for entry in self._entries.values())
         changed = set(specs) ^ set(self.specs) if specs != self.specs else None
         if changed:
@@ -188,9 +193,8 @@ class LiveSource:
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
         """Return None: rows are in memory."""
 
-    def _read(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's block of every tensor, and make `_entries` anew, from the earlier ones where they hold."""
-        own = named_tensors(self._model)
         self._device_mesh = _largest_mesh(own.values())
         for alias, name in self._aliases.items():
             if own.pop(alias, None) is not own.get(name):
