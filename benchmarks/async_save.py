@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from measuring import Peak, machine, publish, summary, unbacked_bytes, written_bytes
+from measuring import Peak, publish, summary, unbacked_bytes, written_bytes
 from methods import SHARD_SIZE
 from save import build
-from sharded_model import process_group
+from sharded_model import facts_of, process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -205,16 +205,13 @@ def report(
         row["step_ratio"] = min(run["step_ratio"] for run in runs)
         row["step_seconds"] = min(run["step_seconds"] for run in runs)
         rows.append(row)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else machine()
+    ranks = facts_of(options.device)
     size = max(row["written_gb"] for row in rows)
-    ranks = dist.get_world_size()
+    on = f"{ranks['ranks']} ranks, {ranks['device']}, torch {ranks['torch']}"
     facts = {
-        "title": f"Standing still for a save of {size:.1f} GB, {ranks} ranks, {device}, torch {torch.__version__}",
+        "title": f"Standing still for a save of {size:.1f} GB, {on}",
         "second": "extra host memory per rank",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "ranks": ranks,
-        "device": device,
+        **ranks,
         "offload": options.offload,
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import transformers
-from measuring import Peak, machine, publish, summary, unbacked_bytes, written_bytes
+from measuring import Peak, publish, summary, unbacked_bytes, written_bytes
 from methods import METHODS
-from sharded_model import config_of, process_group, sharded
+from sharded_model import config_of, facts_of, process_group, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -107,15 +107,12 @@ def report(
     for name, runs in figures.items():
         reference = "raw_fsync" if name in {"raw_fsync", "ours_fsync", "dcp_save"} else "raw"
         rows.append(summary(name, METHODS[name][0], runs, figures.get(reference, runs)))
-    device = torch.cuda.get_device_name() if options.device == "cuda" else machine()
-    ranks = dist.get_world_size()
+    ranks = facts_of(options.device)
+    on = f"{ranks['ranks']} ranks, {ranks['device']}, torch {ranks['torch']}"
     facts = {
-        "title": f"Saving {rows[0]['written_gb']:.1f} GB from {ranks} ranks, {device}, torch {torch.__version__}",
+        "title": f"Saving {rows[0]['written_gb']:.1f} GB from {on}",
         "second": "extra host memory per rank",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "ranks": ranks,
-        "device": device,
+        **ranks,
         "offload": options.offload,
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,

@@ -11,12 +11,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import transformers
+from measuring import machine
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-__all__ = ["SIZES", "config_of", "process_group", "sharded", "sharded_on_meta"]
+__all__ = ["SIZES", "config_of", "facts_of", "process_group", "sharded", "sharded_on_meta"]
 
 _LARGE = 4_000_000_000
 
@@ -65,6 +66,16 @@ SIZES: dict[str, Callable[[], transformers.PreTrainedConfig]] = {
     "moe-tiny": partial(_moe, vocab_size=8000, hidden_size=512, num_hidden_layers=4, **_FEW),
 }
 """Configs by name: a 7B, a 0.5B, eight layers of a 30B with 128 experts, and two for the CPU."""
+
+
+def facts_of(device: str) -> dict[str, Any]:
+    """Return what every benchmark on ranks tells of these: how many, on what, with which versions."""
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "ranks": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else machine(),
+    }
 
 
 @contextmanager

@@ -16,9 +16,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import transformers
-from measuring import Peak, machine, publish, summary, unbacked_bytes
-from sharded_model import SIZES, process_group, sharded
+from measuring import Peak, publish, summary, unbacked_bytes
+from sharded_model import SIZES, facts_of, process_group, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -184,14 +183,11 @@ def _limit(work: Callable[[], object], size: int, num_bytes: float, options: arg
 def report(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     if dist.get_rank() != 0:
         return
-    device = torch.cuda.get_device_name() if options.device == "cuda" else machine()
+    ranks = facts_of(options.device)
     facts = {
-        "title": f"Full tensors on each of {dist.get_world_size()} ranks, {device}, torch {torch.__version__}",
+        "title": f"Full tensors on each of {ranks['ranks']} ranks, {ranks['device']}, torch {ranks['torch']}",
         "second": "gigabytes per second",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "ranks": dist.get_world_size(),
-        "device": device,
+        **ranks,
         "repeats": options.repeats,
         "rows": rows,
     }
