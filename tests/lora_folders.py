@@ -11,12 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import peft
+import pytest
 import torch
 import torch.distributed as dist
 from models import hf_model, shard
 from peft import LoraConfig
 from rank_folders import save_as_verl
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from fsdp_export import export_checkpoint
+from fsdp_export.errors import ExportError
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"},
@@ -108,3 +112,12 @@ def save_in_every_layout(folder: Path, kind: str) -> None:
     if dist.get_rank() == 0:
         (folder / "full/checkpoint-3").mkdir(parents=True)
         torch.save(full, folder / "full/checkpoint-3/pytorch_model_fsdp.bin")
+
+
+def assert_refused(folder: Path, error: type[ExportError], message: str) -> None:
+    """Export the checkpoint in a folder in vain; the message has `{folder}` in the place of its path."""
+    with pytest.raises(ExportError) as caught:
+        export_checkpoint(folder / "pytorch_model_fsdp.bin", folder / "out")
+    assert str(caught.value).replace(str(folder), "{folder}") == message
+    assert type(caught.value) is error
+    assert not (folder / "out").exists()
