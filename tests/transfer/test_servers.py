@@ -12,7 +12,7 @@ import pytest
 from ranks import free_port
 
 from fsdp_export.errors import SinkError, UsageError
-from fsdp_export.transfer.servers import Server, on_all
+from fsdp_export.transfer.servers import Call, Server, on_all
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -23,6 +23,8 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif self.path == "/refuse":
             self._answer(500, b"CUDA ran out of luck")
+        elif self.path == "/missing":
+            self._answer(404, b"Not Found")
         elif self.path == "/text":
             self._answer(200, b"fine")
         else:
@@ -90,3 +92,32 @@ def test_several_servers_answer_in_their_order_and_all_that_failed_are_named(url
 def test_what_is_no_url_is_refused():
     with pytest.raises(UsageError, match="expected http://host:port, found localhost:8000"):
         Server("localhost:8000", 5)
+
+
+def test_a_route_that_older_servers_lack(url):
+    assert Server(url, 5).post("/missing", optional=True) is None
+    with pytest.raises(SinkError, match="found HTTP 404: Not Found"):
+        Server(url, 5).post("/missing")
+    with pytest.raises(SinkError, match="found HTTP 500"):
+        Server(url, 5).post("/refuse", optional=True)
+
+
+def test_a_call_is_answered_later(url):
+    server = Server(url, 5)
+    call = Call(lambda: server.post("/later", {"a": 1}), "POST later")
+    assert call.result(5)["body"] == {"a": 1}
+    assert call.is_done()
+    refused = Call(lambda: server.post("/refuse"), "POST refuse")
+    assert refused.wait(5)
+    for ask in (refused.is_done, lambda: refused.result(5)):
+        with pytest.raises(SinkError, match="CUDA ran out of luck"):
+            ask()
+
+
+def test_a_call_that_nobody_answers_is_named():
+    never = threading.Event()
+    call = Call(never.wait, "POST somewhere")
+    assert not call.is_done()
+    with pytest.raises(SinkError, match=r"no answer to POST somewhere within 0\.05 s\. Look at the log of the engine"):
+        call.result(0.05)
+    never.set()
