@@ -17,6 +17,7 @@ What we send is pickled since the protocol demands it. What comes back is text, 
 
 from __future__ import annotations
 
+import os
 import pickle
 import threading
 import time
@@ -69,7 +70,7 @@ class WorkerLink:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._socket.close()
-            raise SinkError(f"{address} cannot be bound ({error.strerror})") from error
+            raise SinkError(f"{address} cannot be bound ({os.strerror(error.errno)})") from error
 
     def meet(self, fix: str) -> None:
         """Wait for the worker to connect.
