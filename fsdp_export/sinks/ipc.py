@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -15,22 +14,16 @@ from ..compat import disown_shared_memory, share_memory
 from ..errors import SinkError, UsageError, listing
 from ..transfer.buckets import Bucket, BucketLayout
 from ..transfer.ipc import WorkerLink
-from ..transfer.servers import Call, Server, on_all
+from ..transfer.servers import Pending
 from .engine import EngineSink
+from .engine_control import EngineControl, EngineKind
 
-__all__ = ["IPC", "Engine"]
-
-Engine = Literal["vllm", "sglang"]
-"""What the servers are."""
+__all__ = ["IPC"]
 
 # An engine answers when all its weights are loaded. Whether they ever will be, its workers tell.
 _LONGEST_UPDATE_SECONDS = 3600.0
 _SECONDS_FOR_AN_ABORT = 5.0
 
-_ROUTES = {
-    "vllm": {"pause": "/pause", "update": "/collective_rpc", "resume": "/resume"},
-    "sglang": {"pause": "/pause_generation", "update": "/update_weights_from_ipc", "resume": "/continue_generation"},
-}
 _WHY_NO_WORKER = {
     "vllm": "start vLLM with --worker-extension-cls checkpoint_engine.worker.VllmColocateWorkerExtension",
     "sglang": "install checkpoint-engine beside SGLang",
@@ -69,7 +62,7 @@ class IPC(EngineSink):
         self,
         urls: str | Sequence[str],
         *,
-        engine: Engine,
+        engine: EngineKind,
         bucket_bytes: int = 512 << 20,
         timeout: float = 120.0,
         version: str | None = None,
@@ -79,19 +72,16 @@ class IPC(EngineSink):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout=timeout)
-        if engine not in _ROUTES:
-            raise UsageError("no such engine", expected="vllm or sglang", found=repr(engine))
-        if not urls:
-            raise UsageError("no server of an engine", expected="http://host:port")
-        self._servers = [Server(url, timeout, headers) for url in ([urls] if isinstance(urls, str) else urls)]
-        self.version, self._pause, self._flush_cache = version, pause, flush_cache
-        self._engine, self._routes = engine, _ROUTES[engine]
+        self._control = EngineControl(
+            urls, engine=engine, timeout=timeout, pause=pause, flush_cache=flush_cache, headers=headers
+        )
+        self.version = version
         self._device = torch.device(device) if device is not None else None
         self._key, self._addresses = "", dict[str, str]()
         self._link: WorkerLink | None = None
         self._memory: torch.Tensor | None = None
         self._handle: Any = None
-        self._calls: list[Call] = []
+        self._update: Pending[Any] | None = None
 
     def card(self) -> str:
         """Return the name of this rank's GPU, under which its worker looks for the address."""
@@ -112,18 +102,13 @@ class IPC(EngineSink):
         # Nobody knows the addresses before: a stranger who binds one would be believed by the worker.
         token = secrets.token_hex(8)
         self._addresses = {key: _address(key, token) for key in cards}
-        if self._pause is not None:
-            self._on_all("pause", **self._pause_options())
+        self._control.pause()
         return token
-
-    def _pause_options(self) -> dict[str, Any]:
-        mode = {"mode": self._pause}
-        return {"params": mode} if self._engine == "vllm" else {"body": mode}
 
     def _connect(self, layouts: Sequence[BucketLayout], ticket: str) -> None:
         if not layouts:
             return
-        worker = f"the worker of {self._engine} on {self._key}"
+        worker = f"the worker of {self._control.engine} on {self._key}"
         self._link = WorkerLink(_address(self._key, ticket), worker=worker, timeout=self.timeout, watch=self._watch)
 
     def _new_buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -146,7 +131,7 @@ class IPC(EngineSink):
         if self._handle is None:
             # Every rank has bound its address by now.
             self._call_engine()
-            self._link.meet(f"The engine must be on this host; {_WHY_NO_WORKER[self._engine]}")
+            self._link.meet(f"The engine must be on this host; {_WHY_NO_WORKER[self._control.engine]}")
             self._handle = self._share(self._memory)
             self._link.ask(self._handle, "the memory")
         _synchronize(bucket.buffer.device)
@@ -169,20 +154,19 @@ class IPC(EngineSink):
         """Ask the engine to look for the weights; it answers when it has them."""
         if not self.is_lead:
             return
-        if self._engine == "vllm":
-            body: dict[str, Any] = {"method": "update_weights_from_ipc", "args": [self._addresses]}
+        if self._control.engine == "vllm":
+            work: dict[str, Any] = {"method": "update_weights_from_ipc", "args": [self._addresses]}
         else:
-            body = {"zmq_handles": self._addresses, "flush_cache": self._flush_cache}
-            body["weight_version"] = self.next_version
-        route, seconds = self._routes["update"], _LONGEST_UPDATE_SECONDS
-        for server in self._servers:
-            request = lambda server=server: server.post(route, body, timeout=seconds)  # noqa: E731  one per server
-            self._calls.append(Call(request, f"POST {server}{route}"))
+            work = {"zmq_handles": self._addresses}
+        route = "/update_weights_from_ipc"
+        self._update = self._control.update(work, route, self.next_version, _LONGEST_UPDATE_SECONDS)
 
     def _watch(self) -> bool:
-        """Raise what an engine could not do, while its workers are waited for; tell whether it has all weights."""
-        done = [call.is_done() for call in self._calls]
-        return bool(done) and all(done)
+        """Raise what an engine could not do, while its workers are waited for; tell whether it says that it is done."""
+        if self._update is None:
+            return False
+        self._update.check()
+        return self._update.is_done()
 
     def _end(self) -> None:
         if self._link is not None:
@@ -199,24 +183,11 @@ class IPC(EngineSink):
         _free_memory()
 
     def _commit(self) -> None:
-        for server, call in zip(self._servers, self._calls, strict=False):
-            _check(call.result(self.timeout), server, "the update")
-        self._calls.clear()
-        if self._engine == "vllm":
-            on_all(self._servers, self._finish_vllm)
-        if self._pause is not None:
-            self._on_all("resume", **({} if self._engine == "vllm" else {"body": {}}))
-
-    def _finish_vllm(self, server: Server) -> None:
-        """Do what SGLang does by itself. What is optional came with vLLM 0.1x or later."""
-        if self._flush_cache:
-            _check(server.post("/reset_prefix_cache"), server, "to forget its prefix cache while requests are running")
-            server.post("/reset_encoder_cache", optional=True)
-        is_asked_for = self.version is not None
-        server.post("/update_weight_version", {"new_version": self.next_version}, optional=not is_asked_for)
-
-    def _on_all(self, what: str, **options: Any) -> None:
-        on_all(self._servers, lambda server: server.post(self._routes[what], **options))
+        if self._update is not None:
+            self._control.result(self._update, self.timeout)
+        self._control.finish(self.next_version, is_asked_for=self.version is not None)
+        self._control.resume()
+        self._update = None
 
     def _interrupt(self) -> None:
         if self._link is not None:
@@ -230,23 +201,22 @@ class IPC(EngineSink):
             # A worker that is dead or stalled will never say that it has dropped it.
             disown_shared_memory(self._handle)
         self._drop_memory()
-        calls, self._calls = self._calls, []
-        deadline = time.monotonic() + _SECONDS_FOR_AN_ABORT
-        for call in calls:
-            call.wait(max(deadline - time.monotonic(), 0))
-        if self.is_lead and self._pause is not None and not calls:
+        if self.is_lead:
             with suppress(SinkError):
-                self._on_all("resume", **({} if self._engine == "vllm" else {"body": {}}))
+                self._leave_engine()
+
+    def _leave_engine(self) -> None:
+        """Wait until the engine has given up, so that the next update finds it free. It goes on if it has old weights."""
+        update, self._update = self._update, None
+        if update is None:
+            self._control.resume()
+        else:
+            self._control.result(update, _SECONDS_FOR_AN_ABORT)
 
 
 def _address(key: str, token: str) -> str:
     """Return where the worker of a GPU is waited for: an abstract socket, which is gone with its process."""
     return f"ipc://@checkpoint-engine-{key}-{token}.sock"
-
-
-def _check(answer: Any, server: Server, what: str) -> None:
-    if isinstance(answer, dict) and answer.get("success") is False:
-        raise SinkError(f"{server} refused {what}", found=answer.get("message"))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -70,7 +70,7 @@ class WorkerLink:
             self._socket.bind(address)
         except zmq.ZMQError as error:
             self._socket.close()
-            raise SinkError(f"{address} cannot be bound ({os.strerror(error.errno)})") from error
+            raise SinkError(f"{address} cannot be bound ({os.strerror(error.errno or 0)})") from error
 
     def meet(self, fix: str) -> None:
         """Wait for the worker to connect.

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, Generic, TypeVar
 
 from ..errors import SinkError, UsageError
 
-__all__ = ["Call", "Server", "on_all"]
+__all__ = ["Pending", "RefusedError", "Server", "on_all"]
 
 _T = TypeVar("_T")
 _MAX_BODY_CHARACTERS = 2000
-_NOT_FOUND = 404
+_POLL_SECONDS = 0.1
+
+
+class RefusedError(SinkError):
+    """A server answered that it does not do what it was asked for.
+
+    Attributes:
+        status: The HTTP status of the answer.
+    """
+
+    def __init__(self, what: str, *, status: int, found: object) -> None:
+        super().__init__(f"{what} was refused", found=found)
+        self.status = status
 
 
 class Server:
@@ -53,7 +65,6 @@ class Server:
         *,
         params: Mapping[str, str] | None = None,
         timeout: float | None = None,
-        optional: bool = False,
     ) -> Any:
         """Send a POST request and return its JSON answer, or its text if it has none.
 
@@ -62,12 +73,12 @@ class Server:
             body: What to send as JSON; None for an empty body.
             params: The query.
             timeout: Seconds to wait for the answer; default: the server's.
-            optional: Whether None is returned if the server has no such route, as older ones may not.
 
         Raises:
-            SinkError: There is no server, no answer in time, or an HTTP error, whose body the message has.
+            RefusedError: The answer is an HTTP error, whose body the message has.
+            SinkError: There is no server, or no answer in time.
         """
-        return self._ask("POST", path, body, params, timeout, optional=optional)
+        return self._ask("POST", path, body, params, timeout)
 
     def get(self, path: str, *, params: Mapping[str, str] | None = None, timeout: float | None = None) -> Any:
         """Send a GET request; otherwise as `post`."""
@@ -77,16 +88,7 @@ class Server:
         """Close the connections."""
         self._session.close()
 
-    def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Any,
-        params: Mapping[str, str] | None,
-        timeout: float | None,
-        *,
-        optional: bool = False,
-    ) -> Any:
+    def _ask(self, method: str, path: str, body: Any, params: Mapping[str, str] | None, timeout: float | None) -> Any:
         seconds = self._timeout if timeout is None else timeout
         what = f"{method} {self.url}{path}"
         try:
@@ -96,68 +98,13 @@ class Server:
         except self._errors.RequestException as error:
             reason = str(error) or type(error).__name__
             raise SinkError(f"{what} failed: {reason}", fix="Is the engine running there?") from error
-        if optional and answer.status_code == _NOT_FOUND:
-            return None
         if not answer.ok:
             text = answer.text[:_MAX_BODY_CHARACTERS]
-            raise SinkError(f"{what} was refused", found=f"HTTP {answer.status_code}: {text}")
+            raise RefusedError(what, status=answer.status_code, found=f"HTTP {answer.status_code}: {text}")
         try:
             return answer.json()
         except ValueError:
             return answer.text
-
-
-class Call:
-    """A request that is answered only when much else has happened, made at once on a thread of its own.
-
-    The thread is a daemon: an engine that never answers must not keep the program from ending.
-
-    Args:
-        request: Makes the request and returns the answer.
-        name: What errors call it.
-    """
-
-    def __init__(self, request: Callable[[], Any], name: str) -> None:
-        self._request, self._name = request, name
-        self._answer: Any = None
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()
-        threading.Thread(target=self._run, name="fsdp-export-call", daemon=True).start()
-
-    def is_done(self) -> bool:
-        """Tell whether there is an answer.
-
-        Raises:
-            SinkError: The request failed.
-        """
-        if not self._is_done.is_set():
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def wait(self, timeout: float) -> bool:
-        """Wait until it has ended, well or not, or the seconds are over; tell whether it has."""
-        return self._is_done.wait(timeout)
-
-    def result(self, timeout: float) -> Any:
-        """Wait for the answer.
-
-        Raises:
-            SinkError: The request failed, or there is no answer within so many seconds.
-        """
-        self.wait(timeout)
-        if not self.is_done():
-            raise SinkError(f"no answer to {self._name} within {timeout:g} s", fix="Look at the log of the engine")
-        return self._answer
-
-    def _run(self) -> None:
-        try:
-            self._answer = self._request()
-        except BaseException as error:  # noqa: BLE001  whatever it is, it is raised where somebody waits
-            self._error = error
-        finally:
-            self._is_done.set()
 
 
 def on_all(servers: Sequence[Server], request: Callable[[Server], _T]) -> list[_T]:
@@ -174,3 +121,56 @@ def on_all(servers: Sequence[Server], request: Callable[[Server], _T]) -> list[_
     if len(errors) > 1 and all(isinstance(error, SinkError) for error in errors):
         raise SinkError("; ".join(map(str, errors))) from errors[0]
     return [future.result() for future in pending]
+
+
+class Pending(Generic[_T]):
+    """A request that was just made of all servers at once, each on a thread that nobody has to wait for.
+
+    For requests that are answered only when something else has happened, such as a transfer that this side takes
+    part in: `check` tells early that it never will.
+
+    Args:
+        servers: Whom to ask.
+        request: Makes it of one of them.
+    """
+
+    def __init__(self, servers: Sequence[Server], request: Callable[[Server], _T]) -> None:
+        self._answers: list[Future[_T]] = [Future() for _ in servers]
+        for server, answer in zip(servers, self._answers, strict=True):
+            threading.Thread(
+                target=_answer, args=(answer, request, server), name="fsdp-export-http", daemon=True
+            ).start()
+
+    def is_done(self) -> bool:
+        """Tell whether all servers have answered, well or not."""
+        return all(answer.done() for answer in self._answers)
+
+    def check(self, seconds: float = 0) -> None:
+        """Raise the error of a server that has failed by now.
+
+        Args:
+            seconds: How long to wait for one that fails.
+        """
+        if seconds:
+            wait(self._answers, seconds, FIRST_EXCEPTION)
+        for answer in self._answers:
+            if answer.done():
+                answer.result()
+
+    def wait(self, check: Callable[[], None] = lambda: None) -> list[_T]:
+        """Return all answers, in the order of the servers, or raise the first error of one.
+
+        Args:
+            check: Called now and then while they are waited for; may raise.
+        """
+        while wait(self._answers, _POLL_SECONDS, FIRST_EXCEPTION).not_done:
+            self.check()
+            check()
+        return [answer.result() for answer in self._answers]
+
+
+def _answer(answer: Future[_T], request: Callable[[Server], _T], server: Server) -> None:
+    try:
+        answer.set_result(request(server))
+    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        answer.set_exception(error)

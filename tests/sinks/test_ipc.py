@@ -72,7 +72,7 @@ def send_with_fault(
         dist.barrier()
         sink.timeout = 10
         exporter.send(sink)
-        assert (sink._link, sink._memory, sink._handle, sink._calls) == (None, None, None, [])
+        assert (sink._link, sink._memory, sink._handle, sink._update) == (None, None, None, None)
         return outcome
 
     error = the_error(run_ranks(check, 2), within=6)
@@ -165,8 +165,8 @@ def test_what_engines_are_told(tmp_path):
 
     with engine(2) as running:
         run_ranks(update, 2, "vllm")
-        routes = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache", "/reset_encoder_cache"]
-        routes += ["/update_weight_version", "/resume"]
+        routes = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
+        routes += ["/reset_encoder_cache", "/update_weight_version", "/resume"]
         assert running.routes() == 2 * routes
         bodies = [body for route, body in running.requests if route == "/update_weight_version"]
         assert bodies == [{"new_version": "1"}, {"new_version": "step-7"}]
@@ -210,6 +210,10 @@ def test_several_ranks_on_one_gpu(tmp_path, monkeypatch):
         ({"urls": "http://a:1", "engine": "tgi"}, "no such engine: expected vllm or sglang, found 'tgi'"),
         ({"urls": [], "engine": "vllm"}, "no server of an engine"),
         ({"urls": "a:1", "engine": "vllm"}, "no URL of a server"),
+        (
+            {"urls": "http://a:1", "engine": "vllm", "pause": "retract"},
+            "expected abort, wait, keep or None, found 'ret",
+        ),
     ],
 )
 def test_options_that_cannot_work(options, message):
@@ -221,3 +225,18 @@ def test_options_that_cannot_work(options, message):
 def test_tensors_that_are_on_no_gpu():
     with pytest.raises(UsageError, match="no GPU to share with an engine"):
         Exporter(tiny()).send(IPC("http://127.0.0.1:1", engine="vllm"))
+
+
+@pytest.mark.parametrize(("route", "is_resumed"), [("/pause", True), ("/collective_rpc", False), ("/resume", False)])
+def test_an_engine_with_weights_of_both_stays_paused(route, is_resumed, tmp_path):
+    def check() -> Outcome:
+        sink = FileIPC(running.url, tmp_path, engine="vllm", pause="wait", timeout=10)
+        exporter = Exporter(shard(tiny(), "1d", 2))
+        return outcome_of(lambda: exporter.send(sink))
+
+    with engine(2) as running:
+        running.refused.add(route)
+        the_error(run_ranks(check, 2))
+        assert (running.routes()[-1] == "/resume" and running.routes().count("/resume") == 1) == (
+            is_resumed or route == "/resume"
+        )

@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from ranks import free_port
 
 from fsdp_export.errors import SinkError, UsageError
-from fsdp_export.transfer.servers import Call, Server, on_all
+from fsdp_export.transfer.servers import Pending, Server, on_all
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -23,8 +24,6 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif self.path == "/refuse":
             self._answer(500, b"CUDA ran out of luck")
-        elif self.path == "/missing":
-            self._answer(404, b"Not Found")
         elif self.path == "/text":
             self._answer(200, b"fine")
         else:
@@ -94,30 +93,26 @@ def test_what_is_no_url_is_refused():
         Server("localhost:8000", 5)
 
 
-def test_a_route_that_older_servers_lack(url):
-    assert Server(url, 5).post("/missing", optional=True) is None
-    with pytest.raises(SinkError, match="found HTTP 404: Not Found"):
-        Server(url, 5).post("/missing")
-    with pytest.raises(SinkError, match="found HTTP 500"):
-        Server(url, 5).post("/refuse", optional=True)
-
-
-def test_a_call_is_answered_later(url):
+def test_a_request_under_way_is_answered_later_or_fails_early(url):
     server = Server(url, 5)
-    call = Call(lambda: server.post("/later", {"a": 1}), "POST later")
-    assert call.result(5)["body"] == {"a": 1}
-    assert call.is_done()
-    refused = Call(lambda: server.post("/refuse"), "POST refuse")
-    assert refused.wait(5)
-    for ask in (refused.is_done, lambda: refused.result(5)):
-        with pytest.raises(SinkError, match="CUDA ran out of luck"):
-            ask()
+    assert [heard["path"] for heard in Pending([server, server], lambda s: s.post("/x")).wait()] == ["/x", "/x"]
+
+    def request(asked: Server) -> Any:
+        return asked.post("/stall" if asked is server else "/refuse")
+
+    begin = time.monotonic()
+    pending = Pending([server, Server(url, 5)], request)
+    pending.check()
+    with pytest.raises(SinkError, match="CUDA ran out of luck"):
+        pending.check(5)
+    with pytest.raises(SinkError, match="CUDA ran out of luck"):
+        pending.wait()
+    assert time.monotonic() - begin < 0.9
 
 
-def test_a_call_that_nobody_answers_is_named():
-    never = threading.Event()
-    call = Call(never.wait, "POST somewhere")
-    assert not call.is_done()
-    with pytest.raises(SinkError, match=r"no answer to POST somewhere within 0\.05 s\. Look at the log of the engine"):
-        call.result(0.05)
-    never.set()
+def test_whoever_waits_for_a_request_may_lose_patience(url):
+    def check() -> None:
+        raise SinkError("no longer")
+
+    with pytest.raises(SinkError, match="no longer"):
+        Pending([Server(url, 5)], lambda server: server.post("/stall")).wait(check)
