@@ -61,6 +61,9 @@ class _Bucket:
     def pieces(self) -> Iterator[Piece]:
         """Yield the outputs of windows that hold whole steps, or units that outputs come whole with."""
         for window, inputs in self._items():
+            if len(window.blocks) == 1:
+                yield from window.step.convert(inputs, window.blocks[0][0])
+                continue
             row = 0
             for first, stop in window.blocks:
                 yield from _converted(window.step, inputs, row, (first, stop))

@@ -22,6 +22,7 @@ from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
 from ..spec import Box, Mesh, Sharding, TensorSpec
+from .structure import Structure
 
 __all__ = ["LiveSource", "find_ranks", "named_tensors"]
 
@@ -151,6 +152,7 @@ class LiveSource:
         self._entries: dict[str, _Entry] = {}
         self._locals: dict[str, torch.Tensor] = {}
         devices = [local.device for _, local in self._read(own)]
+        self._structure = Structure(model)
         self.specs = tuple(entry.spec for entry in self._entries.values())
         self.copies = tuple(entry.spec for entry in self._entries.values() if entry.is_copy)
         others = [
@@ -170,7 +172,10 @@ class LiveSource:
         Raises:
             SourceError: Names, shapes, dtypes, shardings or ties are not those that were planned.
         """
+        if self._values is None and self._structure.is_unchanged() and self._reread():
+            return
         locals_ = dict(self._read(named_tensors(self._model)))
+        self._structure = Structure(self._model)
         specs = tuple(entry.spec for entry in self._entries.values())
         changed = set(specs) ^ set(self.specs) if specs != self.specs else None
         if changed:
@@ -185,13 +190,28 @@ class LiveSource:
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Return rows of this rank's block, without copying; see `Source.rows`."""
         local = self._locals[spec.name]
-        if not spec.shape:
+        if not spec.shape or stop - first == len(local):
             return local
         begin = self._box(spec).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
 
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
         """Return None: rows are in memory."""
+
+    def _reread(self) -> bool:
+        """Read the tensors of a module of which each is still the one that was read last; tell whether they are."""
+        locals_ = {}
+        with torch.no_grad():
+            for name, entry in self._entries.items():
+                value = entry.value()
+                if value is None:
+                    return False
+                local = _local(name, value)
+                if not entry.is_of(value, local):
+                    return False
+                locals_[name] = self._block(entry.spec, local)
+        self._locals = locals_
+        return True
 
     def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's block of every tensor, and make `_entries` anew, from the earlier ones where they hold."""
@@ -210,8 +230,11 @@ class LiveSource:
                 if entry is None or not entry.is_of(value, local):
                     entry = self._entry(name, value, local, is_buffer=name in buffers)
                 self._entries[name] = entry
-                # Of a tensor without bytes FSDP2 keeps a shard of another shape.
-                yield name, local if entry.spec.num_bytes else local.new_empty(self._box(entry.spec).shape)
+                yield name, self._block(entry.spec, local)
+
+    def _block(self, spec: TensorSpec, local: torch.Tensor) -> torch.Tensor:
+        # Of a tensor without bytes FSDP2 keeps a shard of another shape.
+        return local if local.numel() else local.new_empty(self._box(spec).shape)
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
