@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["all_gather_into", "before_threads_end", "connect", "default_store", "has_multi_get", "pin", "unpin"]
+__all__ = [
+    "all_gather_into",
+    "before_threads_end",
+    "connect",
+    "default_store",
+    "has_multi_get",
+    "pin",
+    "sent_together",
+    "unpin",
+]
 
 # The old name warns since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -58,6 +68,23 @@ def all_gather_into(
     """
     work: dist.Work | None = _all_gather(output, shard, group=group, async_op=async_op)
     return work
+
+
+@contextmanager
+def sent_together(group: dist.ProcessGroup | None, device: torch.device) -> Iterator[None]:
+    """Send the collectives of a context with one kernel, at its end, where the backend can; none may need another.
+
+    NCCL gathers large tensors a tenth faster so. Torch's own way to do it, `_coalescing_manager`, keeps their memory.
+    """
+    backend: Any = group._get_backend(device) if group is not None and device.type == "cuda" else None  # noqa: SLF001
+    if not (hasattr(backend, "_group_start") and hasattr(backend, "_group_end")):
+        yield
+        return
+    backend._group_start()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        backend._group_end()  # noqa: SLF001
 
 
 def before_threads_end(call: Callable[[], None]) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .compat import all_gather_into
+from .compat import all_gather_into, sent_together
 from .memory import bytes_of
 from .spec import Mesh, Sharding, TensorSpec
 from .steps import Rows
@@ -29,8 +29,9 @@ Axis = tuple[Mesh, int]
 Groups = Mapping[Axis, dist.ProcessGroup]
 """The process group along an axis of a mesh."""
 
-# Below this many bytes a collective costs more than the copies in and out of a shared one (measured, NVLink and gloo).
-_SMALL_BYTES = 4 << 20
+# Below this many gathered bytes a collective costs more than the copies in and out of a shared one (measured, NVLink).
+_SMALL_BYTES = 32 << 20
+_BATCH_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +151,14 @@ class _Part:
         num_outer: How many runs of bytes a block has: the product of the dims before the one that is gathered.
         row_bytes: Bytes of such a run for each of `sizes`.
         slot_bytes: Bytes that every rank sends: those of the largest block.
+        gathered_bytes: Those of all ranks.
+        sender: The only rank along the axis with a block, if there is but one.
     """
 
-    __slots__ = ("index", "is_even", "num_outer", "row_bytes", "shape", "sizes", "slot_bytes")
+    __slots__ = (
+        *("gathered_bytes", "index", "is_even", "num_outer", "row_bytes"),
+        *("sender", "shape", "sizes", "slot_bytes"),
+    )
 
     def __init__(self, index: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], itemsize: int) -> None:
         self.index, self.sizes = index, sizes
@@ -162,21 +168,21 @@ class _Part:
         self.num_outer = math.prod(shape[:dim])
         self.row_bytes = math.prod(shape[dim + 1 :]) * itemsize
         self.slot_bytes = self.num_outer * largest * self.row_bytes
+        self.gathered_bytes = len(sizes) * self.slot_bytes
+        holders = [position for position, size in enumerate(sizes) if size]
+        self.sender = holders[0] if len(holders) == 1 else None
 
 
-class _Single:
-    """One collective for one large part.
+class _Direct:
+    """Collectives from where the blocks are to where they belong, sent together.
 
-    Equal blocks of whole rows are gathered to where they belong, and a block that one rank alone has is sent from
-    there; others go through scratch memory.
+    They are for large parts of equal blocks of whole rows, and for those of which one rank has all.
     """
 
-    def __init__(self, part: _Part, axis: Axis) -> None:
-        holders = [position for position, size in enumerate(part.sizes) if size]
-        self.parts, self.axis = [part], axis
-        self._sender = holders[0] if len(holders) == 1 else None
-        self._packed = None if part.is_even or self._sender is not None else _Packed([part], axis)
-        self.scratch_bytes = self._packed.scratch_bytes if self._packed is not None else 0
+    scratch_bytes = 0
+
+    def __init__(self, parts: list[_Part], axis: Axis) -> None:
+        self.parts, self.axis = parts, axis
 
     def run(
         self,
@@ -185,14 +191,15 @@ class _Single:
         group: dist.ProcessGroup,
         scratch: torch.Tensor,
     ) -> None:
-        if self._packed is not None:
-            self._packed.run(inputs, outputs, group, scratch)
-        elif self._sender is None:
-            all_gather_into(bytes_of(outputs[0]), bytes_of(inputs[0]), group)
-        else:
-            if inputs[0].numel():
-                outputs[0].copy_(inputs[0])
-            dist.broadcast(bytes_of(outputs[0]), group=group, group_src=self._sender)
+        for part, block, output in zip(self.parts, inputs, outputs, strict=True):
+            if part.sender is not None and block.numel():
+                output.copy_(block)
+        with sent_together(group, scratch.device):
+            for part, block, output in zip(self.parts, inputs, outputs, strict=True):
+                if part.sender is None:
+                    all_gather_into(bytes_of(output), bytes_of(block), group)
+                else:
+                    dist.broadcast(bytes_of(output), group=group, group_src=part.sender)
 
 
 class _Packed:
@@ -242,7 +249,7 @@ class _Packed:
                 yield filler[: part.slot_bytes - block.numel()]
 
 
-_Stage = _Single | _Packed
+_Stage = _Direct | _Packed
 
 
 class _Send(NamedTuple):
@@ -255,25 +262,29 @@ class _Send(NamedTuple):
 
 
 def _stages(parts: Sequence[_Part], axis: Axis) -> Iterator[_Stage]:
-    """Send large parts each by itself, small ones together; those of equal blocks of whole rows apart."""
-    for part in parts:
-        if part.slot_bytes >= _SMALL_BYTES:
-            yield _Single(part, axis)
+    """Send large parts from where they are, small and uneven ones through scratch memory."""
+    large = [part for part in parts if part.gathered_bytes >= _SMALL_BYTES]
+    direct = [part for part in large if part.is_even or part.sender is not None]
+    if direct:
+        yield _Direct(direct, axis)
+    for part in large:
+        if not part.is_even and part.sender is None:
+            yield _Packed([part], axis)
     for is_even in (True, False):
-        small = [part for part in parts if part.is_even == is_even and part.slot_bytes < _SMALL_BYTES]
+        small = [part for part in parts if part.is_even == is_even and part.gathered_bytes < _SMALL_BYTES]
         for batch in _batches(small):
             yield _Packed(batch, axis)
 
 
 def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
     batch: list[_Part] = []
-    room = _SMALL_BYTES
+    room = _BATCH_BYTES
     for part in parts:
-        if part.slot_bytes > room:
+        if batch and part.gathered_bytes > room:
             yield batch
-            batch, room = [], _SMALL_BYTES
+            batch, room = [], _BATCH_BYTES
         batch.append(part)
-        room -= part.slot_bytes
+        room -= part.gathered_bytes
     if batch:
         yield batch
 

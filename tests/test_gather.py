@@ -117,6 +117,7 @@ def gather_random_buckets(seeds: range) -> None:
 @pytest.mark.parametrize("small_bytes", [0, 48, 4 << 20], ids=["each-alone", "mixed", "one-bucket"])
 def test_random_buckets(world_size, small_bytes, monkeypatch):
     monkeypatch.setattr(gather, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(gather, "_BATCH_BYTES", small_bytes)
     run_ranks(gather_random_buckets, world_size, range(12))
 
 

@@ -1,4 +1,5 @@
 """Tells cheaply whether a module's state dict would have the same tensors as before."""
+# ruff: noqa: SLF001  what a module consists of has public names only through walks that take ten times as long
 
 from __future__ import annotations
 
@@ -36,9 +37,10 @@ class Structure:
 
 
 def _parts(module: nn.Module) -> tuple[Any, ...]:
-    held = (module._parameters, module._buffers, module._modules)
-    hooks = len(module._state_dict_hooks) + len(module._state_dict_pre_hooks)
-    return hooks, *(part for values in held for part in (*values, *map(id, values.values())))
+    parameters, buffers, modules = module._parameters, module._buffers, module._modules
+    names = (*parameters, *buffers, *modules, *module._non_persistent_buffers_set)
+    values = (*map(id, parameters.values()), *map(id, buffers.values()), *map(id, modules.values()))
+    return names, values, len(module._state_dict_hooks), len(module._state_dict_pre_hooks)
 
 
 def _is_plain(module: nn.Module) -> bool:
