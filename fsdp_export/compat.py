@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.tensor import DTensor
 
 __all__ = [
     "all_gather_into",
@@ -19,6 +20,7 @@ __all__ = [
     "connect",
     "default_store",
     "has_multi_get",
+    "local_of",
     "pin",
     "sent_together",
     "unpin",
@@ -85,6 +87,17 @@ def sent_together(group: dist.ProcessGroup | None, device: torch.device) -> Iter
         yield
     finally:
         backend._group_end()  # noqa: SLF001
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the block of a DTensor that this rank holds, the same object every time where torch has it at hand.
+
+    A plain tensor is returned itself. Call it under `no_grad`. `to_local` makes a view, which takes longer.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = getattr(tensor, "_local_tensor", None)
+    return local if isinstance(local, torch.Tensor) else tensor.to_local()
 
 
 def before_threads_end(call: Callable[[], None]) -> None:

@@ -32,6 +32,8 @@ Groups = Mapping[Axis, dist.ProcessGroup]
 # Below this many gathered bytes a collective costs more than the copies in and out of a shared one (measured, NVLink).
 _SMALL_BYTES = 32 << 20
 _BATCH_BYTES = 128 << 20
+# Copied as they are; what else there is (fp8, unsigned types) as bytes.
+_COPIED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class GatherPlan:
                 cut = len(cuts) - 1 - round_
                 if cut >= 0 and not each.is_empty and mesh.shape[cuts[cut][1]] > 1:
                     sizes = _sizes_along(each.spec.sharding, each.spec.shape, each.rows, cut, rank)
-                    part = _Part(index, shapes[index], cuts[cut][0], sizes, each.dtype.itemsize)
+                    part = _Part(index, shapes[index], cuts[cut][0], sizes, each.dtype)
                     shapes[index] = part.shape
                     parts.setdefault((mesh, cuts[cut][1]), []).append(part)
             for axis, along_axis in parts.items():
@@ -153,24 +155,28 @@ class _Part:
         slot_bytes: Bytes that every rank sends: those of the largest block.
         gathered_bytes: Those of all ranks.
         sender: The only rank along the axis with a block, if there is but one.
+        packed_dtype: The dtype in which it is copied to and from scratch memory.
     """
 
     __slots__ = (
-        *("gathered_bytes", "index", "is_even", "num_outer", "row_bytes"),
-        *("sender", "shape", "sizes", "slot_bytes"),
+        *("gathered_bytes", "index", "is_even", "num_outer", "packed_dtype"),
+        *("row_bytes", "sender", "shape", "sizes", "slot_bytes"),
     )
 
-    def __init__(self, index: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], itemsize: int) -> None:
+    def __init__(
+        self, index: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
         self.index, self.sizes = index, sizes
         self.shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         largest = max(sizes)
         self.is_even = dim == 0 and min(sizes) == largest
         self.num_outer = math.prod(shape[:dim])
-        self.row_bytes = math.prod(shape[dim + 1 :]) * itemsize
+        self.row_bytes = math.prod(shape[dim + 1 :]) * dtype.itemsize
         self.slot_bytes = self.num_outer * largest * self.row_bytes
         self.gathered_bytes = len(sizes) * self.slot_bytes
         holders = [position for position, size in enumerate(sizes) if size]
         self.sender = holders[0] if len(holders) == 1 else None
+        self.packed_dtype = dtype if dtype in _COPIED_DTYPES and self.is_even else torch.uint8
 
 
 class _Direct:
@@ -223,14 +229,12 @@ class _Packed:
         scratch: torch.Tensor,
     ) -> None:
         sent, received = scratch[: self._sent_bytes], scratch[self._sent_bytes : self.scratch_bytes]
-        blocks = [bytes_of(block) for block in inputs]
-        torch.cat(blocks if self.parts[0].is_even else list(self._filled(blocks, received)), out=sent)
+        if self.parts[0].is_even:
+            self._run_even(inputs, outputs, group, sent, received)
+            return
+        torch.cat(list(self._filled(map(bytes_of, inputs), received)), out=sent)
         all_gather_into(received, sent, group)
         slots = received.view(self._num_ranks, self._sent_bytes)
-        if self.parts[0].is_even:
-            rows = [bytes_of(output).view(self._num_ranks, -1) for output in outputs]
-            torch.split_with_sizes_copy(slots, self._slots, dim=1, out=rows)
-            return
         begin = 0
         for part, output in zip(self.parts, outputs, strict=True):
             own = slots[:, begin : begin + part.slot_bytes]
@@ -240,6 +244,24 @@ class _Packed:
             ]
             torch.cat(runs, dim=1, out=bytes_of(output).view(part.num_outer, sum(part.sizes) * part.row_bytes))
             begin += part.slot_bytes
+
+    def _run_even(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+    ) -> None:
+        """As `run`, with few calls for each tensor: in their dtype they need not be viewed as bytes."""
+        dtype = self.parts[0].packed_dtype
+        if dtype == torch.uint8:
+            inputs, outputs = list(map(bytes_of, inputs)), list(map(bytes_of, outputs))
+        torch.cat([block.view(-1) for block in inputs], out=sent.view(dtype))
+        all_gather_into(received, sent, group)
+        slots = received.view(dtype).view(self._num_ranks, -1)
+        rows = [output.view(self._num_ranks, -1) for output in outputs]
+        torch.split_with_sizes_copy(slots, [size // dtype.itemsize for size in self._slots], dim=1, out=rows)
 
     def _filled(self, blocks: Iterable[torch.Tensor], filler: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the bytes of this rank's blocks, each as long as the largest of any rank."""
@@ -270,9 +292,12 @@ def _stages(parts: Sequence[_Part], axis: Axis) -> Iterator[_Stage]:
     for part in large:
         if not part.is_even and part.sender is None:
             yield _Packed([part], axis)
-    for is_even in (True, False):
-        small = [part for part in parts if part.is_even == is_even and part.gathered_bytes < _SMALL_BYTES]
-        for batch in _batches(small):
+    small: dict[tuple[bool, torch.dtype], list[_Part]] = {}
+    for part in parts:
+        if part.gathered_bytes < _SMALL_BYTES:
+            small.setdefault((part.is_even, part.packed_dtype), []).append(part)
+    for alike in small.values():
+        for batch in _batches(alike):
             yield _Packed(batch, axis)
 
 

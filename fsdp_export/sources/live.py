@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ..compat import local_of
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
@@ -96,7 +97,17 @@ class _Entry:
     spec: TensorSpec
     is_copy: bool
     value: weakref.ref[torch.Tensor]
+    local: weakref.ref[torch.Tensor]
     local_shape: tuple[int, ...]
+
+    def block(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the block of the tensor that was read, if that is the same; None if it has to be looked at again.
+
+        Call it under `no_grad`.
+        """
+        local = local_of(value)
+        is_same = self.local() is local and self.local_shape == local.shape and self.spec.dtype == local.dtype
+        return local.detach() if is_same and not (local.is_meta or local.is_conj() or local.is_neg()) else None
 
     def is_of(self, value: torch.Tensor, local: torch.Tensor) -> bool:
         """Tell whether a tensor is still the one that was read, and has the same block here."""
@@ -204,12 +215,10 @@ class LiveSource:
         with torch.no_grad():
             for name, entry in self._entries.items():
                 value = entry.value()
-                if value is None:
+                block = entry.block(value) if value is not None else None
+                if block is None:
                     return False
-                local = _local(name, value)
-                if not entry.is_of(value, local):
-                    return False
-                locals_[name] = self._block(entry.spec, local)
+                locals_[name] = self._block(entry.spec, block)
         self._locals = locals_
         return True
 
@@ -262,7 +271,7 @@ class LiveSource:
         expected, found = self._box(spec).shape, tuple(local.shape)
         if spec.num_bytes and expected != found:
             raise SourceError("a local tensor of another shape", name=name, expected=expected, found=found)
-        return _Entry(spec, is_copy, weakref.ref(value), found)
+        return _Entry(spec, is_copy, weakref.ref(value), weakref.ref(local_of(value)), found)
 
     def _box(self, spec: TensorSpec) -> Box:
         return spec.sharding.box(spec.shape, self.rank)
@@ -350,7 +359,7 @@ def _local(name: str, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's block of a tensor, which is in the module's memory. Call it under `no_grad`."""
     if is_lazy(value):
         raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
-    local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+    local = local_of(value).detach()
     if local.is_meta:
         raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
     if type(local) is not torch.Tensor:
