@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .dtypes import Casts
@@ -64,6 +64,10 @@ class Plan:
             return outputs
         by_name = {output.name: output for output in outputs}
         return tuple(by_name[name] for name in self.names)
+
+    def aliases_of(self, output: TensorInfo) -> list[TensorInfo]:
+        """Return an output under the names that are tied to its own."""
+        return [replace(output, name=alias) for alias, kept in self.aliases if kept == output.name]
 
     @property
     def num_bytes(self) -> int:
@@ -126,6 +130,24 @@ class Plan:
             steps = self.steps if held else self.gathered_steps
             self._buckets[key] = self.windows(steps, max_bytes, whole=whole)
         return self._buckets[key]
+
+    def in_order_of_delivery(self, bucket_bytes: int) -> Plan:
+        """Return this plan with its outputs in the order in which everyone gets them whole; made once.
+
+        Experts of a fused tensor come a bucket of them at a time, from every rank's own.
+
+        Args:
+            bucket_bytes: Bytes gathered at a time.
+        """
+        if bucket_bytes not in self._in_order:
+            buckets = self.buckets(bucket_bytes, whole=True, held=True)
+            names = tuple(info.name for windows in buckets for window in windows for info in window.outputs)
+            self._in_order[bucket_bytes] = replace(self, names=names)
+        return self._in_order[bucket_bytes]
+
+    @cached_property
+    def _in_order(self) -> dict[int, Plan]:
+        return {}
 
     @cached_property
     def _buckets(self) -> dict[tuple[int, bool, bool], list[list[Window]]]:

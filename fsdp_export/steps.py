@@ -178,6 +178,13 @@ class Step:
         """Bytes of all outputs."""
         return sum(output.num_bytes for output in self.outputs)
 
+    def outputs_of(self, units: Rows) -> list[TensorInfo]:
+        """Return the outputs that come whole with a range of units, in the order in which `convert` makes them."""
+        if not self.is_unitwise or (self.by_unit and not self.by_unit[0].shape):
+            return list(self.outputs)
+        inside = (part for part in self.parts if units[0] <= part.rows[0] < units[1])
+        return [part.info for part in sorted(inside, key=lambda part: part.rows[0])]
+
     @property
     def keeps_bytes(self) -> bool:
         """Whether the outputs are rows of the only input, byte for byte."""
@@ -264,6 +271,11 @@ class Window:
     def num_bytes(self) -> int:
         """Bytes of the inputs."""
         return self.num_units * self.step.unit_bytes + (self.step.whole_bytes if self.blocks else 0)
+
+    @property
+    def outputs(self) -> list[TensorInfo]:
+        """What comes whole with these units, in order."""
+        return [info for units in self.blocks for info in self.step.outputs_of(units)]
 
     def part(self, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
         """Yield where in the inputs, and which units, the units `begin` to before `end` of this window are."""

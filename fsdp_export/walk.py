@@ -112,8 +112,10 @@ def run(
         delivered: Progress.
     """
     is_lead = source.rank == plan.ranks[0]
-    ticket = operation.agree(sink.begin(plan) if is_lead else "")[0]
-    sink.open(plan, source.rank, ticket)
+    told = plan.in_order_of_delivery(bucket_bytes) if sink.delivery == "everyone" else plan
+    cards = operation.agree(sink.card())
+    ticket = operation.agree(sink.begin(told, cards) if is_lead else "")[0]
+    sink.open(told, source.rank, ticket)
     operation.agree()
     walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
     finish(sink, operation, is_lead=is_lead)
@@ -154,10 +156,8 @@ def walk(
             delivered(piece.num_bytes)
 
     if sink.delivery == "everyone":
-        for piece in gathered_pieces(plan, source, operation, bucket_bytes):
+        for piece in gathered_pieces(plan, source, operation, bucket_bytes, aliases=sink.wants_aliases):
             deliver(piece)
-            for alias in _aliases(plan, piece.info.name) if sink.wants_aliases else ():
-                sink.write(replace(piece, info=replace(piece.info, name=alias)))
             del piece
         return
     if not gather_all:
@@ -170,20 +170,23 @@ def walk(
         del bucket
 
 
-def _aliases(plan: Plan, name: str) -> list[str]:
-    return [alias for alias, kept in plan.aliases if kept == name]
-
-
-def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_bytes: int) -> Iterator[Piece]:
+def gathered_pieces(
+    plan: Plan, source: Source, operation: Operation, bucket_bytes: int, *, aliases: bool = False
+) -> Iterator[Piece]:
     """Yield every output whole, in the order of the plan's steps, on the source's device.
 
-    What each unit of a step makes whole, such as an expert, comes unit by unit, a bucket of units at a time.
+    What each unit of a step makes whole, such as an expert, comes unit by unit, a bucket of units at a time. With
+    `aliases` a tied tensor comes once more under each of its other names, right behind.
 
     Collective: every rank of the plan must drain this. A tensor lives on while the consumer holds it; at most two
     buckets are held here.
     """
     for bucket in _gathered(plan.buckets(bucket_bytes, whole=True, held=True), source, operation):
-        yield from bucket.pieces()
+        for piece in bucket.pieces():
+            yield piece
+            for info in plan.aliases_of(piece.info) if aliases else ():
+                yield replace(piece, info=info)
+            del piece
         del bucket
 
 

@@ -5,6 +5,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ class Recorder(Sink):
         self.rows: Counter[tuple[str, int]] = Counter()
         self.num_bytes = 0
 
-    def begin(self, plan: Plan) -> str:
+    def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         self.calls.append("begin")
         self.expected = expected_export(tiny())
         return "ticket"
