@@ -162,7 +162,8 @@ class IPC(EngineSink):
         self._update = self._control.update(work, route, self.next_version, _LONGEST_UPDATE_SECONDS)
 
     def _watch(self) -> bool:
-        """Raise what an engine could not do, while its workers are waited for; tell whether it says that it is done."""
+        """Raise what the engine or another rank could not do; tell whether the engine says that it is done."""
+        self.check()
         if self._update is None:
             return False
         self._update.check()
@@ -206,7 +207,7 @@ class IPC(EngineSink):
                 self._leave_engine()
 
     def _leave_engine(self) -> None:
-        """Wait until the engine has given up, so that the next update finds it free. It goes on if it has old weights."""
+        """Wait until the engine has given up, so that the next update finds it free; with old weights it goes on."""
         update, self._update = self._update, None
         if update is None:
             self._control.resume()

@@ -53,7 +53,12 @@ def test_three_updates_bring_what_the_module_has_at_the_time(kind, bucket_bytes,
 
 
 def send_with_fault(
-    running: Engine, folder: Path, *, inject: Callable[[FileIPC], object] = lambda _: None, **options: Any
+    running: Engine,
+    folder: Path,
+    *,
+    inject: Callable[[FileIPC], object] = lambda _: None,
+    is_slow: bool = False,
+    **options: Any,
 ) -> tuple[str, str]:
     """Update twice with the same objects: return the one error of the first time, and find the second one complete.
 
@@ -61,11 +66,14 @@ def send_with_fault(
         running: The engine, whose fault must not come twice.
         folder: For `FileIPC`.
         inject: Prepares a fault on a rank, which must not come twice.
+        is_slow: Whether the fault is one that only a time-out ends.
         **options: For `FileIPC`.
     """
 
     def check() -> Outcome:
-        sink = FileIPC(running.url, folder, **{"engine": "vllm", "bucket_bytes": 1, "timeout": 1.5, **options})
+        sink = FileIPC(
+            running.url, folder, **{"engine": "vllm", "bucket_bytes": 1, "timeout": 1.5 if is_slow else 30, **options}
+        )
         exporter = Exporter(shard(tiny(), "1d", 2), bucket_bytes=1)
         inject(sink)
         outcome = outcome_of(lambda: exporter.send(sink))
@@ -92,7 +100,8 @@ def send_with_fault(
 def test_a_worker_that_fails(fault, message, tmp_path):
     with engine(2) as running:
         running.set_fault(1, fault)
-        error, text = send_with_fault(running, tmp_path, engine="sglang" if fault == "raise" else "vllm")
+        kind = "sglang" if fault == "raise" else "vllm"
+        error, text = send_with_fault(running, tmp_path, engine=kind, is_slow=fault == "stall")
     assert error == "SinkError"
     assert re.search(message, text, re.DOTALL), text
 
