@@ -58,15 +58,21 @@ class FileIPC(IPC):
 
 
 def serve_minimal(
-    address: str, load: Callable[[list[tuple[str, torch.Tensor]]], None], finish: Callable[[], None]
+    address: str,
+    load: Callable[[list[tuple[str, torch.Tensor]]], None],
+    finish: Callable[[], None],
+    device: int | None = None,
 ) -> None:
-    """Speak the wire as its description says, with no code of checkpoint-engine."""
+    """Speak the wire as its description says, with no code of checkpoint-engine, on a GPU or none."""
     # What is left for a trainer that is gone, nobody waits for.
     context: Any = zmq.Context.instance()
     with context.socket(zmq.REP) as socket:
         socket.linger = 0
         socket.connect(address)
         function, arguments = _received(socket)
+        if device is not None:
+            # This process may have another number for the GPU.
+            arguments = (*arguments[:6], device, *arguments[7:])
         memory = function(*arguments)
         assert memory.dtype == torch.uint8
         socket.send(b"")
@@ -74,11 +80,17 @@ def serve_minimal(
             try:
                 assert all(entry["offset"] % 256 == 0 for entry in entries)
                 load([(entry["name"], _view(memory, **entry)) for entry in entries])
+                if device is not None:
+                    torch.cuda.synchronize(device)
             except Exception:  # noqa: BLE001  the trainer is to tell
                 socket.send_string(traceback.format_exc())
             else:
                 socket.send(b"")
         del memory
+        if device is not None:
+            torch.cuda.synchronize(device)
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
         socket.send(b"")
         assert _received(socket) is None
         finish()
