@@ -125,8 +125,8 @@ class Control:
     def give_up(self) -> None:
         """End updates that have not been finished, so that nothing of them is left in the next one.
 
-        vLLM keeps what has come of a module until all of it is there, also after an error, and would take it for a part
-        of the next update. Only `finish` drops it, and after an error only if `start` comes before.
+        vLLM keeps what has come of a module until all of it is there, also after an error, and would count it as a
+        part of the next update. Only `finish` drops it, and after an error only if `start` comes before.
         """
         seconds = self._cancel_seconds
 

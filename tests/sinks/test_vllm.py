@@ -174,7 +174,7 @@ def test_a_server_that_was_restarted_or_has_more_workers_is_joined_anew(server):
 
 
 def test_what_a_trainer_that_died_left_is_no_part_of_the_next_update(server):
-    """What came of a module whose update failed is kept by vLLM, and taken for a part of the next one."""
+    """What came of a module whose update failed is kept by vLLM, and counts as a part of the next one."""
 
     def check() -> None:
         first = sink_for(server, bucket_bytes=1)
