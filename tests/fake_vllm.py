@@ -1,4 +1,4 @@
-"""A small server with the routes and the states of vLLM, in a process of its own, whose bytes come over gloo."""
+"""A small server with the routes and the states of vLLM, in a process of its own; bytes come over NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,12 +23,14 @@ import torch
 from gloo_wire import GlooCommunicator
 from ranks import free_port
 
+from fsdp_export.transfer.nccl import Communicator
+
 Digest = tuple[str, list[int], str]
 
 
 def digest_of(tensor: torch.Tensor) -> Digest:
     """Return dtype, shape and a hash of the bytes."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return str(tensor.dtype), list(tensor.shape), hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 
@@ -42,22 +44,27 @@ class FakeVLLM:
 
     Args:
         num_workers: How many of them there are.
+        devices: Their devices, which decide on the wire; default: the CPU.
         joins_by_id: Whether they know `nccl_unique_id_b64`, as they do since vLLM 0.31.
         timeout: Seconds that a worker waits for bytes; vLLM's would for ever.
     """
 
-    def __init__(self, *, num_workers: int = 1, joins_by_id: bool = True, timeout: float = 20) -> None:
+    def __init__(
+        self, *, num_workers: int = 1, devices: Sequence[str] = (), joins_by_id: bool = True, timeout: float = 20
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.arguments = (num_workers, joins_by_id, timeout)
+        self.devices = list(devices or ["cpu"] * num_workers)
+        self.arguments = (joins_by_id, timeout)
         self.start()
 
     def start(self) -> None:
-        context = multiprocessing.get_context("fork")
-        self.process = context.Process(target=_serve, args=(self.port, *self.arguments))
+        # What has used a GPU cannot be forked, and what was not must not import all again.
+        context: Any = multiprocessing.get_context("fork" if self.devices[0] == "cpu" else "spawn")
+        self.process = context.Process(target=_serve, args=(self.port, self.devices, *self.arguments))
         self.process.start()
         self.owner = os.getpid()
-        for _ in range(200):
+        for _ in range(3000):
             if not self._is_down():
                 return
             time.sleep(0.02)
@@ -73,7 +80,8 @@ class FakeVLLM:
         """Run another server at the same place, once the one before has died."""
         while not self._is_down():
             time.sleep(0.02)
-        self.arguments = (num_workers, *self.arguments[1:])
+        if self.devices[0] == "cpu":
+            self.devices = ["cpu"] * num_workers
         self.start()
         try:
             yield
@@ -82,13 +90,13 @@ class FakeVLLM:
 
     def _is_down(self) -> bool:
         try:
-            requests.get(self.url + "/test/state", timeout=5)
+            requests.get(self.url + "/test/up", timeout=5)
         except requests.ConnectionError:
             return True
         return False
 
     def state(self) -> dict[str, Any]:
-        return dict(requests.get(self.url + "/test/state", timeout=5).json())
+        return dict(requests.get(self.url + "/test/state", timeout=60).json())
 
     def fail(self, route: str, kind: str, *, after: int = 0) -> None:
         """Have a request fail: `refuse`, `refuse late` (once the bytes are there), `stall`, `die`.
@@ -102,9 +110,9 @@ class FakeVLLM:
 
 
 class _Worker:
-    def __init__(self, engine: _Engine, index: int) -> None:
-        self.engine, self.index = engine, index
-        self.group: GlooCommunicator | None = None
+    def __init__(self, engine: _Engine, index: int, device: str) -> None:
+        self.engine, self.index, self.device = engine, index, torch.device(device)
+        self.group: Any = None
         self.is_active = False
         self.coming: dict[str, torch.Tensor] = {}
         self.weights: dict[str, torch.Tensor] = {}
@@ -123,7 +131,14 @@ class _Worker:
             unique_id = store.get("broadcast_from/0/0")[-132:-4]
         self.chunk_bytes = info["packed_buffer_size_bytes"]
         rank = info["rank_offset"] + self.index
-        self.group = GlooCommunicator(unique_id, rank, info["world_size"], timeout=self.engine.timeout)
+        self.group = self.join(unique_id, rank, info["world_size"])
+
+    def join(self, unique_id: bytes, rank: int, num_ranks: int) -> Any:
+        if self.device.type == "cpu":
+            return GlooCommunicator(unique_id, rank, num_ranks, timeout=self.engine.timeout)
+        group = Communicator(unique_id, rank, num_ranks, self.device, timeout=self.engine.timeout)
+        group.warm_up()
+        return group
 
     def start(self) -> None:
         if self.is_active:
@@ -146,7 +161,7 @@ class _Worker:
         dtypes = [getattr(torch, name) for name in dtype_names]
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
         assert sum(sizes) <= self.chunk_bytes, "more than one chunk"
-        buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         if len(buffer):
             self.group.broadcast(buffer)
         self.engine.fail_if_asked("update_weights", late=True)
@@ -164,6 +179,8 @@ class _Worker:
     def shutdown(self) -> None:
         if self.is_active:
             raise RuntimeError("Cannot release a trainer connection during a weight update")
+        if self.group is not None:
+            self.group.abort()
         self.group = None
 
 
@@ -183,9 +200,9 @@ ANSWERS: dict[str, Callable[[_Engine], Any]] = {
 
 
 class _Engine:
-    def __init__(self, num_workers: int, joins_by_id: bool, timeout: float) -> None:
+    def __init__(self, devices: list[str], joins_by_id: bool, timeout: float) -> None:
         self.joins_by_id, self.timeout = joins_by_id, timeout
-        self.workers: list[_Worker] = [_Worker(self, index) for index in range(num_workers)]
+        self.workers: list[_Worker] = [_Worker(self, index, device) for index, device in enumerate(devices)]
         self.version: str = "default"
         self.is_paused = False
         self.calls: list[str] = []
@@ -234,6 +251,11 @@ class _Engine:
             for future in pending:
                 future.result()
 
+    def answer_test(self, route: str, body: Any) -> Any:
+        if route == "test/fail":
+            self.faults[body["route"]] = body
+        return self.state() if route == "test/state" else None
+
     def state(self) -> dict[str, Any]:
         weights = [digests_of(worker.weights) for worker in self.workers]
         calls, self.calls = self.calls, []
@@ -241,40 +263,34 @@ class _Engine:
         return {"weights": same, "version": self.version, "paused": self.is_paused, "calls": calls}
 
 
-def _serve(port: int, num_workers: int, joins_by_id: bool, timeout: float) -> None:
+def _answer(engine: _Engine, route: str, query: dict[str, str], body: Any) -> tuple[int, bytes]:
+    """Return the status of an answer, and the answer."""
+    try:
+        answer = engine.answer_test(route, body) if route.startswith("test/") else engine.answer(route, query, body)
+    except LookupError as error:
+        return 404, f"no route {error}".encode()
+    except Exception as error:  # noqa: BLE001  as the server does
+        return 500, f"{type(error).__name__}: {error}".encode()
+    return 200, json.dumps(answer).encode()
+
+
+def _serve(port: int, devices: list[str], joins_by_id: bool, timeout: float) -> None:
     torch.set_num_threads(1)
-    engine = _Engine(num_workers, joins_by_id, timeout)
+    engine = _Engine(devices, joins_by_id, timeout)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
             url = urlsplit(self.path)
-            route = url.path.strip("/")
-            try:
-                if route == "test/fail":
-                    engine.faults[body["route"]] = body
-                    answer = None
-                elif route == "test/state":
-                    answer = engine.state()
-                else:
-                    answer = engine.answer(route, dict(parse_qsl(url.query)), body)
-                self.reply(200, json.dumps(answer))
-            except LookupError as error:
-                self.reply(404, f"no route {error}")
-            except ConnectionError:
-                self.close_connection = True
-            except Exception as error:  # noqa: BLE001  as the server does
-                self.reply(500, f"{type(error).__name__}: {error}")
+            status, answer = _answer(engine, url.path.strip("/"), dict(parse_qsl(url.query)), body)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            with suppress(ConnectionError):
+                self.wfile.write(answer)
 
         def do_GET(self) -> None:
             self.do_POST()
-
-        def reply(self, status: int, body: str) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body.encode())))
-            self.end_headers()
-            with suppress(ConnectionError):
-                self.wfile.write(body.encode())
 
         def log_message(self, *_: object) -> None:
             pass

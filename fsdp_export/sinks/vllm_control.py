@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any
 
 from ..errors import SinkError
 from ..transfer.buckets import Bucket
-from ..transfer.servers import Pending, Server, on_all
+from ..transfer.servers import Pending, RefusedError, Server, on_all
 
 __all__ = ["Control"]
 
@@ -40,8 +41,8 @@ class Control:
         """Return how many workers each server has: tensor, pipeline and data parallel ones."""
         try:
             answers = self._ask(lambda server: server.get("/get_world_size", params={"include_dp": "true"}))
-        except SinkError as error:
-            if "HTTP 404" not in str(error):
+        except RefusedError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
                 raise
             raise SinkError(str(error), fix="Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment") from error
         return [_field(answer, "world_size", int) for answer in answers]
