@@ -6,7 +6,7 @@ import base64
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from ..errors import SinkError, UsageError
 from ..transfer.buckets import Bucket, BucketLayout
 from ..transfer.nccl import Communicator, new_unique_id
 from .engine import EngineSink
-from .vllm_control import Control
+from .vllm_control import Control, are_whole
 from .vllm_store import IdStore, address_towards
 
 __all__ = ["VLLM"]
@@ -33,9 +33,9 @@ class VLLM(EngineSink):
     and this process's first rank join one communicator, which is kept, and made anew when a server was restarted, has
     another number of workers, or an update failed.
 
-    A bucket is sent when it is complete, and is all that a worker ever waits for. If an update fails, the servers are
-    told to give it up; they stay paused, since their weights are then part old and part new, and have a version that
-    ends in `-given-up`. The next update that succeeds makes them whole.
+    A bucket is sent when it is complete, and is all that a worker ever waits for. If an update fails once it has begun,
+    the servers are told to give it up; they stay paused, since their weights are then part old and part new, and have a
+    version that ends in `-given-up`. The next update that succeeds makes them whole.
 
     Args:
         urls: Of the servers, `http://host:port`.
@@ -77,14 +77,16 @@ class VLLM(EngineSink):
         self._num_workers: list[int] = []
         self._chunk_bytes = 0
         self._sent_version = ""
-        self._has_started = False
+        self._has_started = self._may_resume = False
         self._last_moment = float("inf")
 
     def _begin(self, layouts: Sequence[BucketLayout], cards: Sequence[str]) -> str:
-        self._last_moment, self._has_started = float("inf"), False
+        self._has_started = self._may_resume = False
+        self._last_moment = float("inf")
         num_workers, versions = self._control.world_sizes(), self._control.versions()
         if num_workers != self._num_workers or set(versions) != {self._sent_version}:
             self.disconnect()
+        self._may_resume = self.pause is not None and are_whole(versions)
         if self.pause is not None:
             self._control.pause(self.pause, clear_cache=self.flush_cache)
         self._control.give_up()
@@ -136,6 +138,9 @@ class VLLM(EngineSink):
             return
         self.disconnect()
         if not self._has_started:
+            if self._may_resume:
+                with suppress(SinkError):
+                    self._control.resume()
             return
         try:
             self._control.give_up()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
@@ -11,7 +11,7 @@ from ..errors import SinkError
 from ..transfer.buckets import Bucket
 from ..transfer.servers import Pending, RefusedError, Server, on_all
 
-__all__ = ["Control"]
+__all__ = ["Control", "are_whole"]
 
 _INCOMPLETE, _GIVEN_UP = "-incomplete", "-given-up"
 """What follows the version while an update is under way, and once it was given up."""
@@ -150,6 +150,11 @@ class Control:
 
     def _ask(self, request: Any) -> list[Any]:
         return on_all(self.servers, request)
+
+
+def are_whole(versions: Iterable[str]) -> bool:
+    """Tell whether weights of such versions are of one update each."""
+    return not any(version.endswith((_INCOMPLETE, _GIVEN_UP)) for version in versions)
 
 
 def _version(server: Server, timeout: float | None = None) -> str:

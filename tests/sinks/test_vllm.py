@@ -155,7 +155,7 @@ def test_a_server_that_fails_ends_the_update_on_all_ranks_and_takes_the_next_one
     if route in {*UPDATE, "reset_prefix_cache"}:
         assert messages[0].endswith("The servers stay paused until an update succeeds.")
     if failed:
-        assert failed["paused"] is (route != "pause")
+        assert failed["paused"] is (route not in {"pause", "init_weight_transfer_engine"})
     assert (state["version"], state["paused"]) == ("1", False)
     assert state["weights"] == digests_of(expected_export(changed(1)))
 
@@ -246,3 +246,16 @@ def test_a_server_without_the_routes_tells_how_to_get_them(server):
 def test_options_that_cannot_work(options):
     with pytest.raises(UsageError):
         VLLM(**options)
+
+
+def test_servers_are_resumed_before_an_update_begins_but_not_if_one_before_it_failed(server):
+    def check() -> list[bool]:
+        exporter, sink, paused = Exporter(tiny()), sink_for(server), []
+        for route in ("init_weight_transfer_engine", "update_weights", "init_weight_transfer_engine"):
+            server.fail(route, "refuse")
+            with pytest.raises(SinkError, match=route):
+                exporter.send(sink)
+            paused.append(server.state()["paused"])
+        return paused
+
+    assert run_ranks(check, 1) == [[False, True, True]]
