@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class GlooCommunicator:
         self._error: Exception | None = None
         gloo: Any = dist.ProcessGroupGloo
         path = unique_id.rstrip(b"\0").decode()
+        self._path = Path(path)
 
         def meet() -> None:
             try:
@@ -53,14 +55,20 @@ class GlooCommunicator:
 
         thread = threading.Thread(target=meet, daemon=True)
         thread.start()
-        self._poll(lambda: not thread.is_alive(), check)
+        try:
+            self._poll(lambda: not thread.is_alive(), check)
+        except BaseException:
+            self.abort()
+            raise
         if self._error is not None:
+            self.abort()
             raise SinkError(f"no group: {self._error}")
 
     def broadcast(self, buffer: torch.Tensor, src: int = 0, stream: Any = None, *, check: Any = lambda: None) -> None:
         """Send, or receive. Takes what vLLM's communicator takes, and what ours does."""
         if self._group is None:
             raise SinkError("aborted")
+        self._path.unlink(missing_ok=True)  # all have met
         options = dist.BroadcastOptions()
         options.rootRank = src
         work = self._group.broadcast([buffer], options)
@@ -72,6 +80,7 @@ class GlooCommunicator:
 
     def abort(self) -> None:
         self._group = None
+        self._path.unlink(missing_ok=True)
 
     destroy = abort
 
