@@ -53,7 +53,8 @@ class Server:
         self._timeout = timeout
         self._errors = requests.exceptions
         self._session = requests.Session()
-        self._session.headers.update(headers or {})
+        # One connection a request: the server may have closed an idle one by the time that it is used again.
+        self._session.headers.update({"Connection": "close", **(headers or {})})
 
     def __str__(self) -> str:
         return self.url

@@ -28,6 +28,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, b"fine")
         else:
             heard = {"path": self.path, "body": json.loads(body or b"null"), "key": self.headers.get("Authorization")}
+            heard["connection"] = self.headers.get("Connection")
             self._answer(200, json.dumps(heard).encode())
 
     def do_GET(self) -> None:
@@ -56,7 +57,7 @@ def test_what_is_sent_arrives(url):
     server = Server(url + "/", 5, {"Authorization": "Bearer key"})
     heard = server.post("/update?a=1", {"names": ["ä", "b"], "shapes": [[1, 2], []]}, params={"mode": "keep"})
     assert heard["body"] == {"names": ["ä", "b"], "shapes": [[1, 2], []]}
-    assert heard["key"] == "Bearer key"
+    assert (heard["key"], heard["connection"]) == ("Bearer key", "close")
     assert "mode=keep" in heard["path"]
     assert server.post("/empty")["body"] is None
     assert server.get("/version")["path"] == "/version"
