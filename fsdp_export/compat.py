@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,7 +15,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = ["all_gather_into", "before_threads_end", "connect", "default_store", "has_multi_get", "pin", "unpin"]
+__all__ = [
+    "all_gather_into",
+    "before_threads_end",
+    "broadcast",
+    "connect",
+    "default_store",
+    "has_multi_get",
+    "new_backend",
+    "pin",
+    "unpin",
+]
 
 # The old name warns since torch 2.13.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -87,3 +100,54 @@ def unpin(memory: torch.Tensor) -> None:
     """Undo `pin`. No copy may be under way."""
     untyped: Any = torch.cuda.cudart
     untyped().cudaHostUnregister(memory.data_ptr())
+
+
+def new_backend(kind: str, store: Store, rank: int, num_ranks: int, *, name: str, timeout: timedelta) -> Any:
+    """Return this process's part of a process group that torch.distributed knows nothing of.
+
+    The others make theirs with torch's `_new_process_group_helper`, whose keys these are. It does not serve here: it
+    splits the communicator off a default group that is bound to its device, which all ranks of that one have to do.
+
+    Args:
+        kind: `"nccl"` or `"gloo"`.
+        store: What they find each other by.
+        rank: Of this process.
+        num_ranks: How many there are.
+        name: Of the group.
+        timeout: After which one that is late is an error, with gloo; when NCCL ends the process, if nobody aborts.
+
+    Raises:
+        RuntimeError: This torch has no such backend.
+    """
+    classes: Any = distributed_c10d
+    store = PrefixStore(f"{'cuda' if kind == 'nccl' else 'cpu'}/", PrefixStore(f"{name}/", store))
+    if kind == "gloo":
+        return classes.ProcessGroupGloo(store, rank, num_ranks, timeout)
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch was built without NCCL")
+    options = classes.ProcessGroupNCCL.Options()
+    options.group_name, options._timeout = name, timeout  # noqa: SLF001  so does torch itself
+    # Else its watchdog ends this process when another one dies. Each group reads this once, as it is made.
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return classes.ProcessGroupNCCL(store, rank, num_ranks, options)
+
+
+def broadcast(backend: Any, tensor: torch.Tensor) -> dist.Work:
+    """Begin to send a tensor from rank 0 to all others of what `new_backend` returned."""
+    options: Any = distributed_c10d.BroadcastOptions()
+    options.rootRank, options.asyncOp = 0, True
+    work: dist.Work = backend.broadcast([tensor], options)
+    return work
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

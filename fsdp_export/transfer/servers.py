@@ -9,11 +9,23 @@ from typing import Any, Generic, TypeVar
 
 from ..errors import SinkError, UsageError
 
-__all__ = ["Pending", "Server", "on_all"]
+__all__ = ["Pending", "RefusedError", "Server", "on_all"]
 
 _T = TypeVar("_T")
 _MAX_BODY_CHARACTERS = 2000
 _POLL_SECONDS = 0.1
+
+
+class RefusedError(SinkError):
+    """A server answered that it does not do what it was asked for.
+
+    Attributes:
+        status: The HTTP status of the answer.
+    """
+
+    def __init__(self, what: str, *, status: int, found: object) -> None:
+        super().__init__(f"{what} was refused", found=found)
+        self.status = status
 
 
 class Server:
@@ -63,7 +75,8 @@ class Server:
             timeout: Seconds to wait for the answer; default: the server's.
 
         Raises:
-            SinkError: There is no server, no answer in time, or an HTTP error, whose body the message has.
+            RefusedError: The answer is an HTTP error, whose body the message has.
+            SinkError: There is no server, or no answer in time.
         """
         return self._ask("POST", path, body, params, timeout)
 
@@ -87,7 +100,7 @@ class Server:
             raise SinkError(f"{what} failed: {reason}", fix="Is the engine running there?") from error
         if not answer.ok:
             text = answer.text[:_MAX_BODY_CHARACTERS]
-            raise SinkError(f"{what} was refused", found=f"HTTP {answer.status_code}: {text}")
+            raise RefusedError(what, status=answer.status_code, found=f"HTTP {answer.status_code}: {text}")
         try:
             return answer.json()
         except ValueError:
