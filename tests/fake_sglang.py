@@ -27,6 +27,7 @@ from torch.distributed import distributed_c10d
 CONTEXT = multiprocessing.get_context("fork")
 STALL_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
+STATUS = {"refuse": 400, "break": 500, "hide": 404}
 
 
 def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
@@ -49,9 +50,7 @@ class FakeSGLang:
         timeout: Seconds that a worker waits for bytes.
     """
 
-    def __init__(
-        self, *, num_workers: int = 1, has_session: bool = True, timeout: float = 20, **info: object
-    ) -> None:
+    def __init__(self, *, num_workers: int = 1, has_session: bool = True, timeout: float = 20, **info: object) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.arguments = (num_workers, has_session, timeout, info)
@@ -94,11 +93,12 @@ class FakeSGLang:
         return dict(requests.get(self.url + "/test/state", timeout=10).json())
 
     def fail(self, route: str, kind: str, *, after: int = 0) -> None:
-        """Have a request fail: `refuse` (400), `break` (500), `late` (400, with the bytes there), `stall`, `die`.
+        """Have a request fail.
 
         Args:
             route: Which, without its slash.
-            kind: How.
+            kind: How: `refuse` (400), `break` (500), `hide` (404), `late` (400, once the bytes are there), `stall`,
+                `die`.
             after: How many of them succeed before that.
         """
         requests.post(self.url + "/test/fail", json={"route": route, "kind": kind, "after": after}, timeout=10)
@@ -132,7 +132,9 @@ class _Worker:
     def destroy(self, group_name: str) -> None:
         dist.destroy_process_group(self.groups.pop(group_name))
 
-    def receive(self, group_name: str, names: list[str], dtypes: list[str], shapes: list[list[int]], late: bool) -> None:
+    def receive(
+        self, group_name: str, names: list[str], dtypes: list[str], shapes: list[list[int]], late: bool
+    ) -> None:
         tensors = [torch.empty(shape, dtype=getattr(torch, name)) for shape, name in zip(shapes, dtypes, strict=True)]
         buffer = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
         dist.broadcast(buffer, 0, group=self.groups[group_name])
@@ -160,7 +162,7 @@ def _work(commands: Connection, index: int, timeout: float) -> None:
             commands.send((False, f"{type(error).__name__}: {error}"))
 
 
-class _Refused(Exception):
+class _RefusedError(Exception):
     def __init__(self, text: str, status: int = 400) -> None:
         super().__init__(text)
         self.status = status
@@ -191,33 +193,33 @@ class _Engine:
             answers = [worker.recv() for worker in self.workers]
         for is_good, message in answers:
             if not is_good:
-                raise _Refused(message)
+                raise _RefusedError(message)
         return [answer for _, answer in answers]
 
     def fault(self, route: str) -> str:
+        """Have the fault that was asked for, or return it if its moment comes later."""
         fault = self.faults.get(route)
         if fault is None:
             return ""
         fault["after"] -= 1
-        return self.faults.pop(route)["kind"] if fault["after"] < 0 else ""
+        if fault["after"] >= 0:
+            return ""
+        kind = str(self.faults.pop(route)["kind"])
+        if kind == "die":
+            os._exit(1)
+        if kind == "stall":
+            time.sleep(STALL_SECONDS)
+            raise ConnectionError
+        if kind in STATUS:
+            raise _RefusedError("CUDA ran out of luck", STATUS[kind])
+        return kind
 
     def answer(self, route: str, query: Mapping[str, str], body: dict[str, Any]) -> Any:
         said = ("mode", "selector", "new_version", "timeout")
         self.calls.append(" ".join([route, *(str(value) for key, value in {**body, **query}.items() if key in said)]))
         fault = self.fault(route)
-        if fault == "die":
-            os._exit(1)
-        if fault == "stall":
-            time.sleep(STALL_SECONDS)
-            raise ConnectionError
-        if fault in {"refuse", "break"}:
-            raise _Refused("CUDA ran out of luck", 400 if fault == "refuse" else 500)
         if route in {"begin_weight_update", "end_weight_update"}:
-            if not self.has_session:
-                raise _Refused("Not Found", 404)
-            if self.is_open is (route == "begin_weight_update"):
-                raise _Refused("a weight-update session is already open" if self.is_open else "no session is open")
-            self.is_open = not self.is_open
+            self.begin_or_end(is_begin=route == "begin_weight_update")
         elif route == "update_weights_from_distributed":
             self.update(fault, body)
         elif route in {"pause_generation", "continue_generation"}:
@@ -232,12 +234,19 @@ class _Engine:
         elif route == "server_info":
             return self.info
         elif route != "flush_cache":
-            raise _Refused("Not Found", 404)
+            raise _RefusedError("Not Found", 404)
         return {"success": True, "message": "Success"}
+
+    def begin_or_end(self, *, is_begin: bool) -> None:
+        if not self.has_session:
+            raise _RefusedError("Not Found", 404)
+        if self.is_open is is_begin:
+            raise _RefusedError("a weight-update session is already open" if is_begin else "no session is open")
+        self.is_open = is_begin
 
     def update(self, fault: str, body: dict[str, Any]) -> None:
         if self.has_session and not self.is_open:
-            raise _Refused("must run between begin_weight_update() and end_weight_update()")
+            raise _RefusedError("must run between begin_weight_update() and end_weight_update()")
         assert body.pop("load_format") == "flattened_bucket"
         assert not body.pop("flush_cache")
         assert body.pop("selector", None) == ("all" if self.has_session else None)
@@ -277,7 +286,7 @@ def _serve(port: int, num_workers: int, has_session: bool, timeout: float, info:
                 self.reply(200, answer)
             except ConnectionError:
                 self.close_connection = True
-            except _Refused as error:
+            except _RefusedError as error:
                 self.reply(error.status, {"success": False, "message": str(error)})
 
         def do_GET(self) -> None:

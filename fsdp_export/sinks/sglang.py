@@ -27,7 +27,7 @@ class SGLang(EngineSink):
     """Updates the weights of one or more SGLang servers from the first rank. SGLang is not needed here.
 
     The workers of all servers and this process's first rank join one process group, which is kept, and made anew when
-    a server was restarted or an update failed. Servers of several data-parallel replicas or pipeline stages are refused.
+    a server was restarted or an update failed. Servers with data-parallel replicas or pipeline stages are refused.
 
     SGLang writes weights in place, bucket by bucket. If an update fails after the first one, the servers stay paused:
     their weights are part old and part new, until an update succeeds. If it fails before, they go on as they were.

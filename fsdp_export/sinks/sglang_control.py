@@ -197,7 +197,9 @@ def _workers(server: Server) -> Workers:
     if not isinstance(info, Mapping) or not isinstance(info.get("tp_size"), int):
         raise SinkError(f"{server} does not say how many workers it has", expected="tp_size in /server_info")
     if info.get("pp_size", 1) > 1:
-        raise UsageError(f"{server} is split into pipeline stages, whose workers would be one rank", expected="pp_size 1")
+        raise UsageError(
+            f"{server} is split into pipeline stages, whose workers would be one rank", expected="pp_size 1"
+        )
     if info.get("dp_size", 1) > 1 and not info.get("enable_dp_attention"):
         what = f"{server} has data-parallel replicas, and SGLang updates none of them"
         raise UsageError(what, fix="Start a server for each, and give all their URLs")

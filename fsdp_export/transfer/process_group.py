@@ -72,7 +72,9 @@ class SenderGroup:
                 timeout=timedelta(seconds=timeout),
             )
         except (RuntimeError, ValueError) as error:
-            raise SinkError(f"cannot listen on port {port}", found=_first_line(error), fix="Name another one") from error
+            raise SinkError(
+                f"cannot listen on port {port}", found=_first_line(error), fix="Name another one"
+            ) from error
         self.port: int = self._store.port
 
     def join(self, check: Check = lambda: None) -> None:
@@ -142,25 +144,31 @@ class SenderGroup:
 
     def _run(self, call: Callable[[], None], what: str, check: Check) -> None:
         """Call something that may never return, on a thread that nobody has to wait for."""
-        if self._is_aborted.is_set():
-            raise SinkError(f"failed {what}: the process group was left")
+        self._require_membership(what)
         done = threading.Event()
         errors: list[BaseException] = []
         arguments = (call, errors, done)
         threading.Thread(target=_call, args=arguments, name="fsdp-export-group", daemon=True).start()
-        deadline = time.monotonic() + self._timeout
         try:
-            while not done.wait(_CHECK_SECONDS):
-                check()
-                if self._is_aborted.is_set():
-                    raise SinkError(f"failed {what}: the process group was left")
-                if time.monotonic() > deadline:
-                    raise SinkError(f"failed {what} within {self._timeout:g} s", fix="Look at the log of the engine")
-            if errors:
-                raise SinkError(f"failed {what}", found=_first_line(errors[0])) from errors[0]
+            self._wait(done, what, check)
         except BaseException:
             self.abort()
             raise
+        if errors:
+            self.abort()
+            raise SinkError(f"failed {what}", found=_first_line(errors[0])) from errors[0]
+
+    def _wait(self, done: threading.Event, what: str, check: Check) -> None:
+        deadline = time.monotonic() + self._timeout
+        while not done.wait(_CHECK_SECONDS):
+            check()
+            self._require_membership(what)
+            if time.monotonic() > deadline:
+                raise SinkError(f"failed {what} within {self._timeout:g} s", fix="Look at the log of the engine")
+
+    def _require_membership(self, what: str) -> None:
+        if self._is_aborted.is_set():
+            raise SinkError(f"failed {what}: the process group was left")
 
 
 def address_towards(url: str) -> str:
@@ -177,7 +185,9 @@ def address_towards(url: str) -> str:
             probe.connect(address)  # sends nothing
             mine: str = probe.getsockname()[0]
     except OSError as error:
-        raise SinkError(f"no way to {url}: {error.strerror or error}", fix="Give address=, that of this host") from error
+        raise SinkError(
+            f"no way to {url}: {error.strerror or error}", fix="Give address=, that of this host"
+        ) from error
     return mine
 
 
