@@ -148,13 +148,36 @@ def _scheduler(module: Any) -> Any:
     )
 
 
+class _Adapters:
+    """What the scheduler has of adapters: read by SGLang's own LoRAConfig, each name once."""
+
+    def __init__(self) -> None:
+        self.loaded: dict[str, str] = {}
+
+    def answer(self, request: Any) -> Any:
+        from sglang.srt.lora.lora_config import LoRAConfig
+        from sglang.srt.managers import io_struct
+
+        message = ""
+        if isinstance(request, io_struct.UnloadLoRAAdapterReqInput):
+            del self.loaded[request.lora_name]
+        elif request.lora_name in self.loaded:
+            message = f"Failed to load LoRA adapter {request.lora_name} because it is already loaded"
+        else:
+            config = LoRAConfig(request.lora_path, base_vocab_size=67)
+            self.loaded[request.lora_name] = f"{request.lora_path} {config.r}"
+        return io_struct.LoRAUpdateOutput(success=not message, error_message=message, loaded_adapters=dict(self.loaded))
+
+
 def _manager(scheduler: Any) -> Any:
     """Return SGLang's side of the routes, whose requests a thread brings to the scheduler, one after the other."""
+    from sglang.srt.lora.lora_registry import LoRARegistry
     from sglang.srt.managers import io_struct, tokenizer_control_mixin, tokenizer_manager
     from sglang.srt.managers.communicator import FanOutCommunicator
     from sglang.srt.utils.aio_rwlock import RWLock
 
     tokenizer_control_mixin.get_parallel = lambda: PARALLEL
+    tokenizer_control_mixin.get_lora = lambda: SimpleNamespace(enable_lora=True, max_loaded_loras=None)
     real = tokenizer_manager.TokenizerManager
 
     class Manager(tokenizer_control_mixin.TokenizerControlMixin):
@@ -168,11 +191,15 @@ def _manager(scheduler: Any) -> Any:
             self.is_pause, self.is_pause_cond = False, asyncio.Condition()
             self.model_update_lock = RWLock()
             self.busy = threading.Lock()
+            self.lora_update_lock, self.lora_registry = asyncio.Lock(), LoRARegistry()
+            self.pending_lora_unloads: dict[str, str] = {}
+            self.lora_ref_cache: dict[str, Any] = {}
             answers: dict[str, Callable[[Any], Any]] = {
                 "flush_cache": lambda _: io_struct.FlushCacheReqOutput(success=True),
                 "update_weight_version": lambda _: io_struct.UpdateWeightVersionReqOutput(),
                 "get_internal_state": lambda _: io_struct.GetInternalStateReqOutput(internal_state={}),
             }
+            answers["update_lora_adapter"] = _Adapters().answer
             names = ["init_weights_update_group", "destroy_weights_update_group", "update_weights_from_distributed"]
             names += ["update_weights_from_tensor", "begin_weight_update", "end_weight_update"]
             answers |= {name: getattr(scheduler, name) for name in names}

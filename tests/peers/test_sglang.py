@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 import torch
 import torch.distributed as dist
 from fake_sglang import digests_of
@@ -17,9 +19,11 @@ from peers.sglang_server import Server, define_operators_of_torchvision
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_export import Exporter
 from fsdp_export.errors import ExportError, SinkError
+from fsdp_export.sinks.lora_servers import LoRAServers
 from fsdp_export.sinks.sglang import SGLang
 from fsdp_export.transfer.buckets import Entry
 
@@ -30,7 +34,8 @@ KINDS = ["tiny", "qwen3", "qwen3-moe", "deepseek-v3"]
 def _imports() -> None:
     """Import SGLang here once for all servers."""
     define_operators_of_torchvision()
-    with pytest.warns():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         import sglang.srt.entrypoints.http_server  # noqa: F401
 
 
@@ -125,17 +130,19 @@ def test_weights_in_bfloat16_with_a_router_in_float32_stay_aligned(server):
 class Loader(nn.Module):
     """SGLang's loader of DeepSeek over the parameters that SGLang has for q_a_proj and kv_a_proj_with_mqa."""
 
+    do_load_weights: Any
+
     def __init__(self) -> None:
         from sglang.srt.models.deepseek_common import deepseek_weight_loader
 
         super().__init__()
         loader = deepseek_weight_loader.DeepseekV2WeightLoaderMixin
-        self.config = hub_model("deepseek-v3").config
+        self.config = made("deepseek-v3").config
         self.config.num_nextn_predict_layers = 0
         self.quant_config, self.num_fused_shared_experts = None, 0
         self.pp_group = SimpleNamespace(is_last_rank=True)
         self.names = [f"model.layers.{layer}.self_attn" for layer in range(self.config.num_hidden_layers)]
-        rows = self.config.q_lora_rank + self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        rows: int = self.config.q_lora_rank + self.config.kv_lora_rank + self.config.qk_rope_head_dim
         self.fused = {
             f"{name}.fused_qkv_a_proj_with_mqa.weight": nn.Parameter(torch.full((rows, self.config.hidden_size), 7.0))
             for name in self.names
@@ -292,3 +299,26 @@ def test_a_rank_that_fails_leaves_the_server_able_to_take_the_next_update(server
     run_ranks(check, 3)
     assert server.ask("digests") == expected("tiny", 0, None)
     assert server.ask("state") == {"paused": False, "open": False, "version": "1"}
+
+
+@pytest.mark.parametrize("name", ["policy", "policy-{version}"])
+def test_adapters_are_loaded_version_by_version(server, name, tmp_path):
+    from peft_models import quiet, with_lora
+
+    def check() -> None:
+        exporter = Exporter(fully_shard(with_lora("plain")), lora="adapter")
+        servers = LoRAServers(server.url, engine="sglang", name=name, keep=1)
+        for step in range(3):
+            exporter.save(tmp_path / f"step-{step}", published=servers.load, fsync=False)
+            assert [path.name for path in servers.loaded] == [f"step-{step}"] * (dist.get_rank() == 0)
+
+    run_ranks(check, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+    # SGLang tells what it has when it loads another one.
+    with quiet():
+        with_lora("plain").save_pretrained(tmp_path / "other")
+    body = {"lora_name": "other", "lora_path": str(tmp_path / "other")}
+    loaded = requests.post(server.url + "/load_lora_adapter", json=body, timeout=10).json()["loaded_adapters"]
+    rank = with_lora("plain").peft_config["default"].r
+    names = (name.replace("{version}", "step-2"), "other")
+    assert loaded == {said: f"{tmp_path / path} {rank}" for said, path in zip(names, ("step-2", "other"), strict=True)}
