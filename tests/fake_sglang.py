@@ -48,12 +48,21 @@ class FakeSGLang:
         has_session: Whether it has the session of an update, as SGLang has since 0.5.
         info: What else it says of itself.
         timeout: Seconds that a worker waits for bytes.
+        device: Where the weights are.
     """
 
-    def __init__(self, *, num_workers: int = 1, has_session: bool = True, timeout: float = 20, **info: object) -> None:
+    def __init__(
+        self,
+        *,
+        num_workers: int = 1,
+        has_session: bool = True,
+        timeout: float = 20,
+        device: str = "cpu",
+        **info: object,
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.arguments = (num_workers, has_session, timeout, info)
+        self.arguments = (num_workers, has_session, timeout, device, info)
         self.start()
 
     def start(self) -> None:
@@ -107,8 +116,10 @@ class FakeSGLang:
 class _Worker:
     """What a process with a part of the model does."""
 
-    def __init__(self, index: int, timeout: float) -> None:
-        self.index, self.timeout = index, timedelta(seconds=timeout)
+    def __init__(self, index: int, timeout: float, device: str) -> None:
+        self.index, self.timeout, self.device = index, timedelta(seconds=timeout), torch.device(device)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.weights: dict[str, torch.Tensor] = {}
 
@@ -135,8 +146,11 @@ class _Worker:
     def receive(
         self, group_name: str, names: list[str], dtypes: list[str], shapes: list[list[int]], late: bool
     ) -> None:
-        tensors = [torch.empty(shape, dtype=getattr(torch, name)) for shape, name in zip(shapes, dtypes, strict=True)]
-        buffer = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+        tensors = [
+            torch.empty(shape, dtype=getattr(torch, name), device="meta")
+            for shape, name in zip(shapes, dtypes, strict=True)
+        ]
+        buffer = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8, device=self.device)
         dist.broadcast(buffer, 0, group=self.groups[group_name])
         assert not late, "CUDA ran out of luck"
         begin = 0
@@ -147,13 +161,13 @@ class _Worker:
             begin += tensor.nbytes
 
     def digests(self) -> dict[str, list[Any]]:
-        return digests_of(self.weights)
+        return digests_of({name: value.cpu() for name, value in self.weights.items()})
 
 
-def _work(commands: Connection, index: int, timeout: float) -> None:
+def _work(commands: Connection, index: int, timeout: float, device: str) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody else ends it when the server is killed
     torch.set_num_threads(1)
-    worker = _Worker(index, timeout)
+    worker = _Worker(index, timeout, device)
     while True:
         method, arguments = commands.recv()
         try:
@@ -169,7 +183,9 @@ class _RefusedError(Exception):
 
 
 class _Engine:
-    def __init__(self, num_workers: int, has_session: bool, timeout: float, info: Mapping[str, object]) -> None:
+    def __init__(
+        self, num_workers: int, has_session: bool, timeout: float, device: str, info: Mapping[str, object]
+    ) -> None:
         self.has_session = has_session
         self.info = {"tp_size": num_workers, "startup_time": {"tokenizer_e2e": time.time()}, **info}
         self.version = "default"
@@ -181,7 +197,7 @@ class _Engine:
         self.workers = []
         for index in range(num_workers):
             mine, theirs = CONTEXT.Pipe()
-            CONTEXT.Process(target=_work, args=(theirs, index, timeout), daemon=True).start()
+            CONTEXT.Process(target=_work, args=(theirs, index, timeout, device), daemon=True).start()
             theirs.close()
             self.workers.append(mine)
 
@@ -267,8 +283,8 @@ class _Engine:
         }
 
 
-def _serve(port: int, num_workers: int, has_session: bool, timeout: float, info: Mapping[str, object]) -> None:
-    engine = _Engine(num_workers, has_session, timeout, info)
+def _serve(port: int, *arguments: Any) -> None:
+    engine = _Engine(*arguments)
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
