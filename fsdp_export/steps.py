@@ -142,7 +142,8 @@ class Step:
         convert: Maps the rows of a range of units, followed by the inputs that are needed whole, and the first unit,
             to pieces.
         whole: Inputs of which every unit needs all.
-        parts: Where every output is rows of the only input, or the same of each: which. Else empty.
+        parts: Where every output is rows of the first input, into which others may be merged, or the same of each:
+            which. Else empty.
         is_unitwise: Whether every output needs no more than one unit, so that it comes whole with that.
         merged: Inputs that are merged into others, and are no parameters of what is delivered.
         unit_bytes: Bytes that a unit needs for itself, as they are gathered.
@@ -188,7 +189,7 @@ class Step:
     def keeps_bytes(self) -> bool:
         """Whether the outputs are rows of the only input, byte for byte."""
         are_rows = bool(self.parts) and all(part.inner is None for part in self.parts)
-        return are_rows and self.outputs[0].dtype == self.by_unit[0].dtype
+        return are_rows and len(self.inputs) == 1 and self.outputs[0].dtype == self.by_unit[0].dtype
 
     def rows_of(self, spec: TensorSpec, blocks: tuple[Rows, ...]) -> tuple[Rows, ...]:
         """Return which rows of an input ranges of units need."""
