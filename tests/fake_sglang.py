@@ -45,7 +45,7 @@ class FakeSGLang:
 
     Args:
         num_workers: How many of them there are.
-        has_session: Whether it has the session of an update, as SGLang has since 0.5.
+        has_session: Whether it has the session of an update, as SGLang 0.5.23 has.
         info: What else it says of itself.
         timeout: Seconds that a worker waits for bytes.
         device: Where the weights are.

@@ -28,6 +28,8 @@ _SPIN_SECONDS, _PAUSE_SECONDS = 1e-3, 1e-3
 _ABORT_SECONDS = 5.0
 # Long after any time-out of ours: what NCCL does then is to end the process.
 _WATCHDOG = timedelta(days=1)
+# What gloo does then is to end what nobody waits for any more.
+_MARGIN = timedelta(seconds=5)
 
 Check = Callable[[], None]
 """Raises if what is waited for cannot come any more."""
@@ -85,7 +87,7 @@ class SenderGroup:
         """
 
         def make() -> None:
-            timeout = _WATCHDOG if self.backend == "nccl" else timedelta(seconds=self._timeout)
+            timeout = _WATCHDOG if self.backend == "nccl" else timedelta(seconds=self._timeout) + _MARGIN
             store = PrefixStore(self.name, self._store)
             backend = compat.new_backend(self.backend, store, 0, self.num_ranks, name=self.name, timeout=timeout)
             if self.backend == "nccl":

@@ -141,15 +141,14 @@ def test_a_transfer_that_never_ends_does_not_keep_this_side(fault):
                     group.abort()
 
             message = {
-                # Which of the two notices first, is a matter of luck.
-                "stall": "failed to send 67,108,864 bytes( within 2 s|: found .*Timed out)",
+                "stall": "failed to send 67,108,864 bytes within 2 s",
                 "kill": "failed to send 67,108,864 bytes: found .*Connection",
                 "check": "another rank failed",
                 "abort": "the process group was left",
             }[fault]
             with pytest.raises(SinkError, match=message):
                 group.broadcast(torch.zeros(LARGE, dtype=torch.uint8), lose_patience)
-            assert time.monotonic() - begin < 3
+            assert time.monotonic() - begin < 5
             # Another one works at once.
             again = new(name="again")
             with receivers(again) as ((_, other),):
@@ -159,7 +158,7 @@ def test_a_transfer_that_never_ends_does_not_keep_this_side(fault):
                 again.broadcast(torch.ones(9, dtype=torch.uint8))
                 assert other.recv() == (9, [1] * 9)
                 again.abort()
-            assert time.monotonic() - begin < 4
+            assert time.monotonic() - begin < 6
 
     alone(check)
 
