@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import atexit
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,11 +21,13 @@ from torch.multiprocessing import reductions
 __all__ = [
     "all_gather_into",
     "before_threads_end",
+    "broadcast",
     "connect",
     "default_store",
     "disown_shared_memory",
     "has_multi_get",
     "local_of",
+    "new_backend",
     "pin",
     "sent_together",
     "share_memory",
@@ -149,3 +153,54 @@ def disown_shared_memory(handle: tuple[Callable[..., torch.Tensor], tuple[Any, .
     release = getattr(known.get("storage_cls"), "_release_ipc_counter", None)
     if release is not None:
         release(known["ref_counter_handle"], known["ref_counter_offset"], device=known["storage_device"])
+
+
+def new_backend(kind: str, store: Store, rank: int, num_ranks: int, *, name: str, timeout: timedelta) -> Any:
+    """Return this process's part of a process group that torch.distributed knows nothing of.
+
+    The others make theirs with torch's `_new_process_group_helper`, whose keys these are. It does not serve here: it
+    splits the communicator off a default group that is bound to its device, which all ranks of that one have to do.
+
+    Args:
+        kind: `"nccl"` or `"gloo"`.
+        store: What they find each other by.
+        rank: Of this process.
+        num_ranks: How many there are.
+        name: Of the group.
+        timeout: After which one that is late is an error, with gloo; when NCCL ends the process, if nobody aborts.
+
+    Raises:
+        RuntimeError: This torch has no such backend.
+    """
+    classes: Any = distributed_c10d
+    store = PrefixStore(f"{'cuda' if kind == 'nccl' else 'cpu'}/", PrefixStore(f"{name}/", store))
+    if kind == "gloo":
+        return classes.ProcessGroupGloo(store, rank, num_ranks, timeout)
+    if not dist.is_nccl_available():
+        raise RuntimeError("this torch was built without NCCL")
+    options = classes.ProcessGroupNCCL.Options()
+    options.group_name, options._timeout = name, timeout  # noqa: SLF001  so does torch itself
+    # Else its watchdog ends this process when another one dies. Each group reads this once, as it is made.
+    with _environment("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"):
+        return classes.ProcessGroupNCCL(store, rank, num_ranks, options)
+
+
+def broadcast(backend: Any, tensor: torch.Tensor) -> dist.Work:
+    """Begin to send a tensor from rank 0 to all others of what `new_backend` returned."""
+    options: Any = distributed_c10d.BroadcastOptions()
+    options.rootRank, options.asyncOp = 0, True
+    work: dist.Work = backend.broadcast([tensor], options)
+    return work
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -251,6 +251,7 @@ class Exporter:
         tokenizer: object | None = None,
         overwrite: bool = False,
         fsync: bool = True,
+        published: Callable[[Path], object] | None = None,
         delivered: Delivered = lambda _: None,
         gather_all: bool = False,
     ) -> Report | PendingSave:
@@ -272,6 +273,8 @@ class Exporter:
             tokenizer: A tokenizer or processor to save with the model.
             overwrite: Whether weights in the folder that we did not write may be replaced.
             fsync: Whether to wait until the disk has the bytes.
+            published: Called with the folder on the first rank, once it is complete, for example to have an engine load
+                it. What it raises is the error of all ranks; the folder stays.
             delivered: As in `send`; called from the thread that writes.
             gather_all: As in `send`.
 
@@ -298,6 +301,7 @@ class Exporter:
             fsync=fsync,
             provenance=_weak(self.provenance),
             is_lora=self._planning.is_adapter,
+            published=published,
         )
         started = time.perf_counter()
         if blocking:

@@ -134,6 +134,7 @@ def folder_sink(
     provenance: Callable[[], Mapping[str, object]],
     is_lora: bool = False,
     make: Callable[..., HuggingFaceSink] | None = None,
+    published: Callable[[Path], object] | None = None,
 ) -> HuggingFaceSink:
     """Return the sink of a format.
 
@@ -151,6 +152,7 @@ def folder_sink(
         provenance: Tells what the export was made from; called on the first rank.
         is_lora: Whether the tensors are an adapter.
         make: Makes the sink, which may do more; default: `HuggingFaceSink`.
+        published: Called with the folder on the first rank, once it is complete.
 
     Raises:
         UsageError: As `folder_layouts`; or the format is `"hf"` and there is no config.
@@ -167,6 +169,7 @@ def folder_sink(
         fsync=fsync,
         provenance=provenance,
         kind="LoRA adapter" if is_lora else "",
+        published=published,
     )
 
 
@@ -178,6 +181,7 @@ class HuggingFaceSink(FileSink):
         sidecars: Finds config and so on; called on the first rank, in `begin`. None to write weights alone.
         tokenizer: Adds the tokenizer; called on the first rank, in `commit`, since it takes long.
         kind: What is written, for the report, if it is no model.
+        published: Called with the folder on the first rank, once it is complete; what it raises ends the export.
     """
 
     def __init__(
@@ -191,11 +195,13 @@ class HuggingFaceSink(FileSink):
         fsync: bool,
         provenance: Callable[[], Mapping[str, object]],
         kind: str = "",
+        published: Callable[[Path], object] | None = None,
     ) -> None:
         super().__init__(folder, lay_out_files=lay_out_files, provenance=provenance, overwrite=overwrite, fsync=fsync)
         self._find_sidecars = sidecars
         self._add_tokenizer = tokenizer
         self._kind = kind
+        self._published = published
         self._sidecars = Sidecars()
 
     def begin(self, plan: Plan, cards: Sequence[str]) -> str:
@@ -203,6 +209,12 @@ class HuggingFaceSink(FileSink):
         if self._find_sidecars is not None:
             self._sidecars = fitted(self._find_sidecars(), plan)
         return super().begin(plan, cards)
+
+    def commit(self) -> None:
+        """As `FileSink.commit`; then call what was to be called."""
+        super().commit()
+        if self._published is not None:
+            self._published(self.folder)
 
     def write_extras(self, staging: Path, plan: Plan) -> dict[str, Mapping[str, object]]:
         """Write the index and the sidecars."""

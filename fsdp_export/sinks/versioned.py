@@ -111,6 +111,8 @@ class VersionSink(HuggingFaceSink):
     """
 
     def __init__(self, versions: FolderPerVersion, **options: Any) -> None:
+        # The folder has another name until it is published.
+        self._published_version = options.pop("published", None)
         super().__init__(versions.path, **options)
         versions.check(options.get("kind", ""))
         self._versions = versions
@@ -137,6 +139,8 @@ class VersionSink(HuggingFaceSink):
         super().commit()
         self._new.publish()
         self._versions.load(self._name)
+        if self._published_version is not None:
+            self._published_version(self._versions.path / self._name)
         self._new.remove_old(self._versions.keep)
         self._new = None
 

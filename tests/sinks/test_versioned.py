@@ -263,3 +263,16 @@ def test_versions_of_an_adapter(tmp_path, engine):
 def test_options_that_cannot_work(options, message, tmp_path):
     with pytest.raises(UsageError, match=message):
         FolderPerVersion(tmp_path, **options)
+
+
+def test_who_is_told_of_a_version_gets_its_complete_folder(tmp_path):
+    told: list[list[str]] = []
+
+    def published(folder: Path) -> None:
+        assert folder.parent == tmp_path / "versions"
+        told.append(sorted(file.name for file in folder.iterdir()))
+
+    for _ in range(2):
+        Exporter(tiny()).save(FolderPerVersion(tmp_path / "versions"), published=published)
+    assert len(told) == 2
+    assert all("model.safetensors" in names for names in told)
