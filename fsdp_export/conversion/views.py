@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Layout", "View", "dense_strides", "last_element"]
+from ..spec import Box
+
+__all__ = ["Layout", "View", "dense_strides", "find_box", "last_element"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,36 @@ class Layout:
 
     def _in_source(self, index: Sequence[int]) -> int:
         return sum(count * stride for count, (_, _, stride) in zip(index, self.dims, strict=True))
+
+
+def find_box(shape: Sequence[int], view: View, base: Sequence[int]) -> tuple[Box, tuple[int | None, ...]] | None:
+    """Return which block of a contiguous tensor a view of it is, its dims perhaps in another order.
+
+    Args:
+        shape: The shape of the view.
+        view: How it lies in the tensor; it has an element.
+        base: The tensor's shape.
+
+    Returns:
+        The block, and for every dim of the view the dim of the tensor that it is, None for one of size 1 that may be
+        any; None where the view is no block.
+    """
+    strides = dense_strides(base, [0] * len(base))
+    start, rest = [0] * len(base), view.offset
+    for dim, stride in enumerate(strides):
+        if base[dim] > 1:
+            start[dim], rest = divmod(rest, stride)
+    stop = [begin + 1 for begin in start]
+    by_stride = {stride: dim for dim, stride in enumerate(strides) if base[dim] > 1}
+    dims: list[int | None] = []
+    for size, stride in zip(shape, view.strides, strict=True):
+        dim = by_stride.pop(stride, None) if size > 1 else None
+        if size > 1 and (dim is None or start[dim] + size > base[dim]):
+            return None
+        if dim is not None:
+            stop[dim] = start[dim] + size
+        dims.append(dim)
+    return Box(tuple(start), tuple(stop)), tuple(dims)
 
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
