@@ -2,9 +2,11 @@
 
 Example::
 
-    from fsdp_export import Exporter, save_checkpoint
+    from fsdp_export import Exporter, load_checkpoint, save_checkpoint
 
     save_checkpoint(model, "ckpt/", tokenizer=tokenizer)     # every rank calls; a Hugging Face folder appears
+
+    load_checkpoint(model, "ckpt/")                          # into whatever mesh and device the model has
 
     exporter = Exporter(model, dtype="bfloat16")             # plans once, used every step
     for name, tensor in exporter.tensors():                  # full tensors on the device, in plan order
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import export_checkpoint, save_checkpoint
+    from .api import export_checkpoint, load_checkpoint, save_checkpoint
     from .errors import ExportError
     from .exporter import Exporter
+    from .load import LoadReport
     from .pending import PendingSave
     from .sinks.base import MemorySink, Sink
     from .sinks.huggingface import Report
@@ -29,12 +32,14 @@ if TYPE_CHECKING:
 __all__ = [
     "ExportError",
     "Exporter",
+    "LoadReport",
     "MemorySink",
     "PendingSave",
     "Report",
     "Sink",
     "__version__",
     "export_checkpoint",
+    "load_checkpoint",
     "save_checkpoint",
 ]
 
@@ -42,11 +47,13 @@ __all__ = [
 _MODULES = {
     "ExportError": "errors",
     "Exporter": "exporter",
+    "LoadReport": "load",
     "MemorySink": "sinks.base",
     "PendingSave": "pending",
     "Report": "sinks.huggingface",
     "Sink": "sinks.base",
     "export_checkpoint": "api",
+    "load_checkpoint": "api",
     "save_checkpoint": "api",
 }
 
