@@ -106,6 +106,8 @@ def assemble(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Assemble
         if names:
             info = TensorInfo(name, tuple(tensor.shape), tensor.dtype)
             patches = following.patches(tensor)
+            if patches:  # of what was put together, a part may be left
+                names = sorted({patch.source for patch in patches}, key=order.__getitem__)
             assembled.append(Assembled(info, tuple(by_name[origin] for origin in names), patches))
     return assembled
 
@@ -129,9 +131,10 @@ class _Assembling(Following):
     def patches(self, tensor: torch.Tensor) -> tuple[Patch, ...] | None:
         """Return what fills a tensor; None where it was computed, or lies in what is put together in no simple way."""
         shape = tuple(tensor.shape)
-        view = self.view(tensor)
-        if view is not None:
-            return (Patch(Box.whole(shape), self.source(tensor), view),)
+        layout = self.layout(tensor)
+        boxes = layout.split(shape, view_of(tensor)) if layout is not None else None
+        if layout is not None and boxes is not None:
+            return tuple(Patch(box, layout.source, view) for box, view in boxes)
         whole = self._wholes.get(storage_of(tensor))
         if whole is None or whole.dtype != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             return None
@@ -154,7 +157,7 @@ class _Assembling(Following):
             if func in _JOINS:
                 values = dict(zip(("tensors", "dim"), args, strict=False)) | (kwargs or {})
                 self._note(tensor, _joined(func, values, [self.patches(each) for each in values["tensors"]]))
-            elif func is torch.ops.aten.clone.default and self.view(tensor) is None:
+            elif func is torch.ops.aten.clone.default and self.layout(tensor) is None:
                 self._note(tensor, self.patches(args[0]))
         return result
 

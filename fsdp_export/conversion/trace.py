@@ -188,16 +188,17 @@ class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the names of the inputs that went into a tensor."""
         return self._origins.get(storage_of(tensor), frozenset())
 
-    def source(self, tensor: torch.Tensor) -> str:
-        """Return the name of the input that a tensor with a `view` has elements of."""
-        return self._layouts[storage_of(tensor)].source
-
-    def view(self, tensor: torch.Tensor) -> View | None:
-        """Return which elements of an input a tensor is; None where it was computed."""
+    def layout(self, tensor: torch.Tensor) -> Layout | None:
+        """Return where the elements of a tensor's storage come from; None where they were computed."""
         layout = self._layouts.get(storage_of(tensor))
         if layout is None or self._dtypes[layout.source] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
             return None
-        return layout.find(tuple(tensor.shape), view_of(tensor))
+        return layout
+
+    def view(self, tensor: torch.Tensor) -> View | None:
+        """Return which elements of an input a tensor is; None where it was computed."""
+        layout = self.layout(tensor)
+        return layout.find(tuple(tensor.shape), view_of(tensor)) if layout is not None else None
 
     def is_moved(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor has elements of inputs of its dtype, moved and never computed with."""

@@ -10,6 +10,9 @@ from ..spec import Box
 __all__ = ["Layout", "View", "dense_strides", "find_box", "last_element"]
 
 
+_MAX_BOXES = 10_000
+
+
 @dataclass(frozen=True, slots=True)
 class View:
     """How the elements of a tensor lie in the storage of another one.
@@ -72,6 +75,40 @@ class Layout:
                 return None  # it runs over the edge of a dim, behind which the elements lie elsewhere
         strides = tuple(self._in_source(step) if n > 1 else 0 for step, n in zip(steps, shape, strict=True))
         return View(self.offset + self._in_source(start), strides)
+
+    def split(self, shape: Sequence[int], view: View) -> list[tuple[Box, View]] | None:
+        """Return boxes that make up a view, and how each lies in the source; None if they are too many.
+
+        Args:
+            shape: The shape of the view.
+            view: How it lies in this storage.
+        """
+        boxes: list[tuple[Box, View]] = []
+        waiting = [(Box.whole(shape), view)]
+        while waiting:
+            box, part = waiting.pop()
+            found = self.find(box.shape, part)
+            if found is not None:
+                boxes.append((box, found))
+                continue
+            cut = self._crossing(box.shape, part.strides)
+            if cut is None or len(boxes) + len(waiting) > _MAX_BOXES:
+                return None
+            dim, count = cut
+            for first in range(box.start[dim], box.stop[dim], count):
+                start, stop = list(box.start), list(box.stop)
+                start[dim], stop[dim] = first, min(first + count, box.stop[dim])
+                offset = part.offset + (first - box.start[dim]) * part.strides[dim]
+                waiting.append((Box(tuple(start), tuple(stop)), View(offset, part.strides)))
+        return boxes
+
+    def _crossing(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
+        """Return a dim of a view that crosses one of the storage, and how many of its indices do not."""
+        for dim, (size, step) in enumerate(zip(shape, strides, strict=True)):
+            for _, stride, _ in self.dims:
+                if step and step < stride < step * size and stride % step == 0:
+                    return dim, stride // step
+        return None
 
     def _index(self, position: int) -> list[int]:
         index = []

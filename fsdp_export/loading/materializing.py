@@ -124,7 +124,9 @@ def _stand_in(module: nn.Module, wanted: Collection[str], value: int) -> nn.Modu
     twin: nn.Module = object.__new__(model_class(module))
     nn.Module.__init__(twin)
     parts = vars(twin)
-    parts.update({name: part for name, part in vars(module).items() if name not in {"_parameters", "_buffers"}})
+    parts.update({name: part for name, part in vars(module).items() if name not in parts})
+    for name, child in module._modules.items():  # noqa: SLF001  a method may fill what is in there
+        parts["_modules"][name] = None if child is None else _stand_in(child, (), value)
     for kind in ("_parameters", "_buffers"):
         for name, tensor in getattr(module, kind).items():
             if tensor is None:
