@@ -14,9 +14,9 @@ from torch import nn
 
 from .errors import DisagreementError, ExportError, SourceError, UsageError, listing
 from .fence import Fence, Operation
-from .loading.matching import Fill, Match, match
+from .loading.matching import Match, match
 from .loading.materializing import initial_values, materialize, tensors_on_meta
-from .loading.reading import check, read
+from .loading.reading import Reading
 from .loading.target import Target, target_of
 from .memory import without_collection
 from .names import strip_wrappers
@@ -69,8 +69,8 @@ class _Plan:
     rank: int
 
     @property
-    def fills(self) -> Sequence[Fill]:
-        return self.match.fills
+    def reading(self) -> Reading:
+        return Reading(self.match.fills, self.source, self.target.load, self.rank)
 
 
 def load(
@@ -106,7 +106,8 @@ def load(
         values = initial_values(model, _uncovered(model, plan.match, plan.target))
         _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
         try:
-            _fill(model, plan, device, values, operation, count)
+            materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
+            _fill(model, plan, operation, count)
         except ExportError as failure:
             raise type(failure)(f"the model is loaded in part and must not be used: {failure}") from failure
         finally:
@@ -114,7 +115,7 @@ def load(
     return LoadReport(
         plan.source.folder or path,
         plan.source.description,
-        len(plan.fills),
+        len(plan.match.fills),
         num_bytes,
         time.perf_counter() - started,
         tuple(plan.match.missing),
@@ -134,8 +135,7 @@ def _planned(model: nn.Module, path: Path, rank: int, *, cast: bool, adapter: An
 
 def _check(plan: _Plan, ranks: Sequence[int], operation: Operation) -> None:
     """Look at the files that this rank reads, and at a part of what must be equal."""
-    specs = {spec.name: spec for spec in plan.source.specs}
-    check(plan.fills, plan.source, specs, plan.rank)
+    plan.reading.check()
     part, parts = ranks.index(plan.rank), len(ranks)
     for one, other in plan.match.twice:
         rows = (one.num_rows * part // parts, one.num_rows * (part + 1) // parts)
@@ -160,7 +160,9 @@ def _uncovered(model: nn.Module, found: Match, target: Target) -> list[str]:
     own |= {alias: alias for alias in target.aliases}
     loaded |= {alias for alias, kept in target.aliases.items() if target.specs[kept].name in loaded}
     on_meta = [raw for raw in tensors_on_meta(model) if strip_wrappers(raw) not in loaded]
-    lacking = [own[name] for raw in on_meta if (name := strip_wrappers(raw)) in own and own[name] not in target.optional]
+    lacking = [
+        own[name] for raw in on_meta if (name := strip_wrappers(raw)) in own and own[name] not in target.optional
+    ]
     if lacking:
         raise SourceError(
             "tensors on the meta device that the checkpoint lacks",
@@ -195,21 +197,13 @@ def _digest(value: object) -> str:
 
 
 @torch.no_grad()
-def _fill(
-    model: nn.Module,
-    plan: _Plan,
-    device: torch.device | None,
-    values: dict[str, torch.Tensor],
-    operation: Operation,
-    delivered: Delivered,
-) -> None:
-    """Change the module. Collective."""
-    materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
+def _fill(model: nn.Module, plan: _Plan, operation: Operation, delivered: Delivered) -> None:
+    """Change the values of the module. Collective."""
     live = LiveSource(model)
     live.refresh()
-    wanted = {fill.spec.name for fill in plan.fills}
+    wanted = {fill.spec.name for fill in plan.match.fills}
     locals_ = {spec.name: live.rows(spec, *_rows(spec, plan.rank)) for spec in live.specs if spec.name in wanted}
-    read(plan.fills, plan.source, locals_, plan.target.load, plan.rank, operation, delivered)
+    plan.reading.read(locals_, operation, delivered)
     for local in locals_.values():
         torch.autograd.graph.increment_version(local)
     operation.agree()

@@ -52,8 +52,7 @@ class Box:
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
         """Return where the box is in a block that begins at `origin`."""
         return tuple(
-            slice(start - begin, stop - begin)
-            for start, stop, begin in zip(self.start, self.stop, origin, strict=True)
+            slice(start - begin, stop - begin) for start, stop, begin in zip(self.start, self.stop, origin, strict=True)
         )
 
     def of_rows(self, first: int, stop: int) -> Box:

@@ -216,12 +216,7 @@ def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Pie
 
 @contextmanager
 def single_threads(most: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Start threads in each of which torch uses no more threads; torch takes that for the default of all to come.
-
-    Args:
-        most: How many at most; no more than there are processors.
-        name: What they are called.
-    """
+    """Start threads in each of which torch uses no more threads; torch takes that for the default of all to come."""
     num_threads = min(len(os.sched_getaffinity(0)), most)
     try:
         with ThreadPoolExecutor(num_threads, name, torch.set_num_threads, (1,)) as threads:

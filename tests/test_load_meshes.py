@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_folders import save as save_with_dcp
 from hub_models import HUB_MODELS, hub_model, save_as_hub, trained

@@ -121,7 +121,7 @@ class _Whole:
     patches: tuple[Patch, ...]
 
 
-class _Assembling(Following):
+class _Assembling(Following):  # type: ignore[no-untyped-call]
     """Follows, besides, what tensors are put together of."""
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -178,10 +178,9 @@ def _joined(func: Any, values: Mapping[str, Any], parts: list[tuple[Patch, ...] 
     is_stack, num_dims = func is torch.ops.aten.stack.default, tensors[0].dim()
     dim = values.get("dim", 0) % (num_dims + is_stack)
     sizes = [1 if is_stack else tensor.shape[dim] for tensor in tensors]
-    patches = []
-    for begin, own in zip(accumulate([0, *sizes]), parts):
+    patches: list[Patch] = []
+    for begin, own in zip(accumulate([0, *sizes[:-1]]), parts, strict=True):
         position = [0] * (num_dims + is_stack)
         position[dim] = begin
-        for patch in own or ():
-            patches.append((patch.stacked(dim) if is_stack else patch).put_at(position))
+        patches += [(patch.stacked(dim) if is_stack else patch).put_at(position) for patch in own or ()]
     return tuple(patches)

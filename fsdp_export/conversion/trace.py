@@ -16,7 +16,17 @@ from ..spec import TensorInfo, TensorSpec
 from ..steps import Part
 from .views import Layout, View, dense_strides, last_element
 
-__all__ = ["ConvertDict", "Following", "Traced", "checked", "meta_tensors", "storage_of", "tensors_in", "trace", "view_of"]
+__all__ = [
+    "ConvertDict",
+    "Following",
+    "Traced",
+    "checked",
+    "meta_tensors",
+    "storage_of",
+    "tensors_in",
+    "trace",
+    "view_of",
+]
 
 ConvertDict = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Maps a state dict, or a part of one, to a state dict with other names and tensors."""

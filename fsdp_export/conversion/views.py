@@ -142,12 +142,12 @@ def find_box(shape: Sequence[int], view: View, base: Sequence[int]) -> tuple[Box
     by_stride = {stride: dim for dim, stride in enumerate(strides) if base[dim] > 1}
     dims: list[int | None] = []
     for size, stride in zip(shape, view.strides, strict=True):
-        dim = by_stride.pop(stride, None) if size > 1 else None
-        if size > 1 and (dim is None or start[dim] + size > base[dim]):
+        own = by_stride.pop(stride, None) if size > 1 else None
+        if own is not None:
+            stop[own] = start[own] + size
+        if size > 1 and (own is None or stop[own] > base[own]):
             return None
-        if dim is not None:
-            stop[dim] = start[dim] + size
-        dims.append(dim)
+        dims.append(own)
     return Box(tuple(start), tuple(stop)), tuple(dims)
 
 

@@ -110,7 +110,7 @@ def match(target: Target, specs: Sequence[TensorSpec], *, is_sharded: bool, cast
     return result
 
 
-def _direct_names(target: Target, names: Collection[str], *, is_sharded: bool) -> set[str]:
+def _direct_names(target: Target, names: set[str], *, is_sharded: bool) -> set[str]:
     """Return the names of a checkpoint that are those of the module's tensors, and mean these.
 
     A name may be one of the hub as well, with elements in another order. Then those names tell that are not both.

@@ -166,7 +166,7 @@ def materialize(model: nn.Module, device: torch.device, values: Mapping[str, tor
 def _replace(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
     """Put a tensor with memory in the place of one without: as the same object where torch can do that."""
     try:
-        torch.utils.swap_tensors(old, new)
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     except RuntimeError:  # somebody holds on to what is inside of it
         for module in model.modules():
             for kind in ("_parameters", "_buffers"):

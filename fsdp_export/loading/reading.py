@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from ..spec import Box, TensorSpec
 from ..walk import CHUNK_BYTES, Delivered, single_threads
 from .matching import Fill
 
-__all__ = ["check", "read"]
+__all__ = ["Reading"]
 
 _MAX_THREADS = 4
 # On the CPU what is cast stays in the processor's cache, if it is small.
@@ -67,92 +69,112 @@ class _Job:
             yield from _Job(self.spec, _moved(self.view, dim, first), part).cut(max_bytes)
 
 
-def check(fills: Iterable[Fill], source: StoredSource, specs: Mapping[str, TensorSpec], rank: int) -> None:
-    """Refuse what a rank could not read, before anything is changed. Reads headers alone, and what has copies.
+@dataclass(frozen=True)
+class Reading:
+    """What a rank reads of a checkpoint into a module.
 
-    Args:
+    Attributes:
         fills: What is loaded.
         source: The checkpoint.
-        specs: Its tensors by name.
-        rank: This process's global rank.
-
-    Raises:
-        SourceError: A file is truncated or damaged, or ranks saved different copies.
-    """
-    for fill in fills:
-        patches = fill.made.patches
-        for patch in _inside(patches, fill.spec.sharding.box(fill.spec.shape, rank)) if patches is not None else ():
-            spec = specs[patch.source]
-            found = find_box(patch.box.shape, patch.view, spec.shape)
-            box = found[0] if found is not None else _covering(spec, patch.box.shape, patch.view)
-            source.check(spec, box)
-        for spec in fill.made.inputs if patches is None else ():
-            source.check(spec, Box.whole(spec.shape))
-
-
-def read(
-    fills: Sequence[Fill],
-    source: StoredSource,
-    locals_: Mapping[str, torch.Tensor],
-    load: Loader,
-    rank: int,
-    operation: Operation,
-    delivered: Delivered,
-) -> None:
-    """Fill this rank's blocks of a module's tensors. Not collective.
-
-    Args:
-        fills: What is loaded.
-        source: The checkpoint.
-        locals_: The blocks, by the module's names, in its memory.
         load: What makes tensors of the module that are computed.
         rank: This process's global rank.
-        operation: The fence's operation.
-        delivered: Called with the bytes of the checkpoint that were just read.
-
-    Raises:
-        SourceError: Something cannot be read.
     """
-    specs = {spec.name: spec for spec in source.specs}
-    devices = {local.device for local in locals_.values() if local.device.type != "cpu"}
-    reader = _Reader(source, devices)
-    jobs = (job for fill in fills for job in _jobs(fill, specs, locals_[fill.spec.name], rank))
-    counting = threading.Lock()
 
-    def do(job: _Job) -> None:
-        operation.check()
-        reader.do(job)
-        with counting:
-            delivered(job.num_bytes)
+    fills: Sequence[Fill]
+    source: StoredSource
+    load: Loader
+    rank: int
 
-    most = _MAX_THREADS if source.is_concurrent else 1
+    def check(self) -> None:
+        """Refuse what could not be read, before anything is changed. Reads headers alone, and what has copies.
+
+        Raises:
+            SourceError: A file is truncated or damaged, or ranks saved different copies.
+        """
+        for fill in self.fills:
+            patches = fill.made.patches
+            for patch in _inside(patches, self._block(fill)) if patches is not None else ():
+                spec = self._specs[patch.source]
+                found = find_box(patch.box.shape, patch.view, spec.shape)
+                self.source.check(spec, found[0] if found is not None else _covering(spec, patch.box.shape, patch.view))
+            for spec in fill.made.inputs if patches is None else ():
+                self.source.check(spec, Box.whole(spec.shape))
+
+    def read(self, locals_: Mapping[str, torch.Tensor], operation: Operation, delivered: Delivered) -> None:
+        """Fill this rank's blocks of a module's tensors. Not collective.
+
+        Args:
+            locals_: The blocks, by the module's names, in its memory.
+            operation: The fence's operation.
+            delivered: Called with the bytes of the checkpoint that were just read.
+
+        Raises:
+            SourceError: Something cannot be read.
+        """
+        devices = {local.device for local in locals_.values() if local.device.type != "cpu"}
+        reader = _Reader(self.source, devices)
+        counting = threading.Lock()
+
+        def do(job: _Job) -> None:
+            operation.check()
+            reader.do(job)
+            with counting:
+                delivered(job.num_bytes)
+
+        most = _MAX_THREADS if self.source.is_concurrent else 1
+        try:
+            with single_threads(most, "fsdp-export-load") as threads:
+                _do_all(threads, do, (job for fill in self.fills for job in self._jobs(fill, locals_)))
+        finally:
+            reader.close()
+        self._compute(locals_, operation)
+
+    @cached_property
+    def _specs(self) -> dict[str, TensorSpec]:
+        return {spec.name: spec for spec in self.source.specs}
+
+    def _block(self, fill: Fill) -> Box:
+        return fill.spec.sharding.box(fill.spec.shape, self.rank)
+
+    def _jobs(self, fill: Fill, locals_: Mapping[str, torch.Tensor]) -> Iterator[_Job]:
+        local, block = locals_[fill.spec.name], self._block(fill)
+        for patch in _inside(fill.made.patches or (), block):
+            spec, target = self._specs[patch.source], local[patch.box.slices(block.start)]
+            is_direct = target.device.type == "cpu" and target.dtype == spec.dtype
+            max_bytes = CHUNK_BYTES if is_direct else _CAST_BYTES if target.device.type == "cpu" else _DEVICE_BYTES
+            yield from _Job(spec, patch.view, target).cut(max_bytes)
+
+    def _compute(self, locals_: Mapping[str, torch.Tensor], operation: Operation) -> None:
+        """Make what is computed, one group of tensors at a time: each rank reads those that it needs any of whole."""
+        groups: dict[tuple[TensorSpec, ...], list[Fill]] = {}
+        for fill in self.fills:
+            if fill.made.patches is None and locals_[fill.spec.name].numel():
+                groups.setdefault(fill.made.inputs, []).append(fill)
+        for inputs, fills in groups.items():
+            operation.check()
+            made = self.load({spec.name: self.source.rows(spec, 0, spec.num_rows) for spec in inputs}).tensors
+            for fill in fills:
+                tensor, expected = made.get(fill.name), fill.made.info
+                if tensor is None or (tuple(tensor.shape), tensor.dtype) != (expected.shape, expected.dtype):
+                    what = "the conversion makes something else of values than was planned"
+                    raise SourceError(what, name=fill.name, file=self.source.folder, expected=list(expected.shape))
+                block = self._block(fill).slices((0,) * len(fill.spec.shape))
+                locals_[fill.spec.name].copy_(tensor.reshape(fill.spec.shape)[block])
+
+
+def _do_all(threads: ThreadPoolExecutor, do: Callable[[_Job], None], jobs: Iterable[_Job]) -> None:
+    """Do jobs as threads become free; after the first that fails no other is begun."""
+    pending: deque[Future[None]] = deque()
     try:
-        with single_threads(most, "fsdp-export-load") as threads:
-            pending = set()
-            try:
-                for job in jobs:
-                    pending.add(threads.submit(do, job))
-                    if len(pending) > 2 * most:
-                        done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                        for future in done:
-                            future.result()
-                for future in pending:
-                    future.result()
-            finally:
-                for future in pending:
-                    future.cancel()
+        for job in jobs:
+            pending.append(threads.submit(do, job))
+            if len(pending) > 2 * _MAX_THREADS:
+                pending.popleft().result()
+        while pending:
+            pending.popleft().result()
     finally:
-        reader.close()
-    _compute([fill for fill in fills if fill.made.patches is None], source, locals_, load, rank, operation)
-
-
-def _jobs(fill: Fill, specs: Mapping[str, TensorSpec], local: torch.Tensor, rank: int) -> Iterator[_Job]:
-    block = fill.spec.sharding.box(fill.spec.shape, rank)
-    for patch in _inside(fill.made.patches or (), block):
-        spec, target = specs[patch.source], local[patch.box.slices(block.start)]
-        is_direct = target.device.type == "cpu" and target.dtype == spec.dtype
-        max_bytes = CHUNK_BYTES if is_direct else _CAST_BYTES if target.device.type == "cpu" else _DEVICE_BYTES
-        yield from _Job(spec, patch.view, target).cut(max_bytes)
+        for future in pending:
+            future.cancel()
 
 
 def _inside(patches: Iterable[Patch], block: Box) -> Iterator[Patch]:
@@ -171,32 +193,6 @@ def _covering(spec: TensorSpec, shape: Sequence[int], view: View) -> Box:
     last = view.offset + sum((size - 1) * stride for size, stride in zip(shape, view.strides, strict=True))
     row = max(math.prod(spec.shape[1:]), 1)
     return Box.whole(spec.shape).of_rows(view.offset // row, last // row + 1)
-
-
-def _compute(
-    fills: Sequence[Fill],
-    source: StoredSource,
-    locals_: Mapping[str, torch.Tensor],
-    load: Loader,
-    rank: int,
-    operation: Operation,
-) -> None:
-    """Make what is computed, one group of tensors at a time: each rank reads those that it needs any of whole."""
-    groups: dict[tuple[TensorSpec, ...], list[Fill]] = {}
-    for fill in fills:
-        groups.setdefault(fill.made.inputs, []).append(fill)
-    for inputs, of_them in groups.items():
-        operation.check()
-        if not any(locals_[fill.spec.name].numel() for fill in of_them):
-            continue
-        made = load({spec.name: source.rows(spec, 0, spec.num_rows) for spec in inputs}).tensors
-        for fill in of_them:
-            tensor, expected = made.get(fill.name), fill.made.info
-            if tensor is None or (tuple(tensor.shape), tensor.dtype) != (expected.shape, expected.dtype):
-                what = "the conversion makes something else of values than was planned"
-                raise SourceError(what, name=fill.name, file=source.folder, expected=list(expected.shape))
-            block = fill.spec.sharding.box(fill.spec.shape, rank)
-            locals_[fill.spec.name].copy_(tensor.reshape(fill.spec.shape)[block.slices((0,) * len(block.start))])
 
 
 class _Staging:

@@ -83,17 +83,18 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
     ties = live_ties(model)
     specs = {name: spec for name, spec in own.items() if name not in ties.aliases}
     declared = {alias: ties.aliases.get(kept, kept) for alias, kept in ties.broken.items()}
-    optional = unsaved_names(model) | _matching(specs, _declared(model, "_keys_to_ignore_on_load_missing"))
+    unsaved = unsaved_names(model)
+    optional = unsaved | _matching(specs, _declared(model, "_keys_to_ignore_on_load_missing"))
     load = loader_of(base_twins(model, None), own) if adapter is None else _loader_by(adapter, own)
-    hub = _export(model, [spec for spec in specs.values() if spec.name not in unsaved_names(model)])
+    hub = _export(model, [spec for name, spec in specs.items() if name not in unsaved])
     return Target(specs, ties.aliases, declared, frozenset(optional), _ignored(model, own), load, hub)
 
 
 def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: Collection[str]) -> Target:
-    """Return the adapter alone, all that PEFT has, or the model that it adapts, as the names of a checkpoint have it."""
+    """Return the adapter alone, all that PEFT has, or the model that it adapts: what a checkpoint has the names of."""
     tensors, own = named_tensors(model), {spec.name: spec for spec in source.specs}
     has_adapter = any(map(ADAPTER_SEGMENT.match, names))
-    if has_adapter and not own.keys() & set(names):
+    if has_adapter and not own.keys() >= set(names):
         seen = dict(peft.adapter(source.specs, source.device).origins)
     elif has_adapter:
         seen = own
