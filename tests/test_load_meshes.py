@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from dcp_folders import save as save_with_dcp
 from hub_models import HUB_MODELS, hub_model, save_as_hub, trained
 from loading import assert_holds, on_meta, sharded_oracle, spoiled
 from models import offloaded, shard, tiny
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from fsdp_export import load_checkpoint, save_checkpoint
 
@@ -91,8 +91,17 @@ def assert_same_buffers(model: nn.Module, expected: nn.Module) -> None:
             assert torch.equal(buffer, buffers[name]), name
 
 
+def documented(name: str) -> Any:
+    """Return a function of the example in docs/loading.md."""
+    text = Path(__file__).parents[1].joinpath("docs", "loading.md").read_text()
+    (code,) = (block for block in text.split("```python\n") if "def save_step" in block)
+    names: dict[str, Any] = {}
+    exec(compile(code.partition("```")[0], "docs/loading.md", "exec"), names)  # the example is ours
+    return names[name]
+
+
 def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
-    """Weights by us and the optimizer by DCP: on another mesh, the same losses to the last bits of float32."""
+    """Weights by us and the optimizer by DCP, as documented: on another mesh, the same losses but for the last bits."""
     steps = 3
 
     def losses(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> list[float]:
@@ -106,34 +115,32 @@ def test_training_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
             found.append(loss.item())
         return found
 
-    def started() -> tuple[nn.Module, torch.optim.Optimizer]:
-        model = tiny()
+    def started(world_size: int = 0, layout: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+        model: Any = tiny()
         model.two_rows.requires_grad_(False)
+        shard(model, layout, world_size) if layout else None
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
     def first_half(world_size: int, layout: str) -> list[float]:
-        model, _ = started()
-        shard(model, layout, world_size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = started(world_size, layout)
         found = losses(model, optimizer, 0)
-        save_checkpoint(model, tmp_path / "weights", fsync=False)
-        save_with_dcp(tmp_path / "optimizer", {"optim": get_optimizer_state_dict(model, optimizer)})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            documented("save_step")(model, optimizer, tmp_path, steps)
         return found
 
     def second_half(world_size: int, layout: str) -> list[float]:
-        model, _ = started()
-        shard(spoiled(model), layout, world_size)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        load_checkpoint(model, tmp_path / "weights")
-        state = {"optim": get_optimizer_state_dict(model, optimizer)}
-        dcp.load(state, checkpoint_id=tmp_path / "optimizer")
-        set_optimizer_state_dict(model, optimizer, state["optim"])
+        model, optimizer = started(world_size, layout)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            documented("load_step")(spoiled(model), optimizer, tmp_path, steps)
         return losses(model, optimizer, steps)
 
     model, optimizer = started()
     uninterrupted = losses(model, optimizer, 0) + losses(model, optimizer, steps)
     before = run_ranks(first_half, 2, 2, "1d")
+    assert [path.name for path in tmp_path.iterdir()] == [f"step-{steps}"]
     for world_size, layout in ((3, "1d"), (4, "hsdp")):
         after = run_ranks(second_half, world_size, world_size, layout)
-        assert all(found == pytest.approx(uninterrupted, rel=1e-6) for found in [[*before[0], *after[0]]])
+        assert [*before[0], *after[0]] == pytest.approx(uninterrupted, rel=1e-6)
     assert uninterrupted[0] != uninterrupted[-1]
