@@ -42,7 +42,7 @@ _COLUMNS = [
     ("host MiB", "host_mib", ",.0f"),
     ("device MiB", "device_mib", ",.0f"),
 ]
-_NUM_THREADS, _CHUNK_BYTES = 4, 16 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 def ours(model: nn.Module, folder: Path) -> None:
@@ -61,7 +61,7 @@ def raw(_: nn.Module, folder: Path) -> None:
         low, high = max(first - begin, 0), min(stop - begin, num_bytes)
         chunks += [(handle, at, min(at + _CHUNK_BYTES, high)) for at in range(low, high, _CHUNK_BYTES)]
         begin += num_bytes
-    threads = min(_NUM_THREADS, len(os.sched_getaffinity(0)))
+    threads = min(8 if torch.cuda.is_available() else 4, len(os.sched_getaffinity(0)))
     buffers = [memoryview(bytearray(_CHUNK_BYTES)) for _ in range(threads)]
 
     def read(turn: int) -> None:

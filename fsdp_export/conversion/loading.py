@@ -97,8 +97,9 @@ def _loader(twin: Any) -> Loader:
             elif pattern is None:
                 loaded.put(target, tensors[name])
             else:
-                group = groups.setdefault(target, deepcopy(by_pattern[pattern]))
-                group.add_tensor(target, name, pattern, tensors[name])
+                if target not in groups:
+                    groups[target] = deepcopy(by_pattern[pattern])
+                groups[target].add_tensor(target, name, pattern, tensors[name])
         for target, group in groups.items():
             _convert(group, target, twin, loaded)
         return loaded

@@ -31,7 +31,8 @@ from .matching import Fill
 
 __all__ = ["Reading"]
 
-_MAX_THREADS = 4
+# Of those that copy to a device, each waits for the interpreter more often.
+_MAX_THREADS, _MAX_DEVICE_THREADS = 4, 8
 # On the CPU what is cast stays in the processor's cache, if it is small.
 _CAST_BYTES, _DEVICE_BYTES = 2 << 20, 16 << 20
 
@@ -121,7 +122,7 @@ class Reading:
             with counting:
                 delivered(job.num_bytes)
 
-        most = _MAX_THREADS if self.source.is_concurrent else 1
+        most = (_MAX_DEVICE_THREADS if devices else _MAX_THREADS) if self.source.is_concurrent else 1
         try:
             with single_threads(most, "fsdp-export-load") as threads:
                 _do_all(threads, do, (job for fill in self.fills for job in self._jobs(fill, locals_)))
@@ -168,7 +169,7 @@ def _do_all(threads: ThreadPoolExecutor, do: Callable[[_Job], None], jobs: Itera
     try:
         for job in jobs:
             pending.append(threads.submit(do, job))
-            if len(pending) > 2 * _MAX_THREADS:
+            if len(pending) > 2 * _MAX_DEVICE_THREADS:
                 pending.popleft().result()
         while pending:
             pending.popleft().result()

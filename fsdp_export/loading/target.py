@@ -38,7 +38,8 @@ class Target:
         aliases: Further names of tied parameters, and the name in `specs`.
         declared: Names of parameters of their own that the config declares to be tied to others.
         optional: Names that a checkpoint may lack: what a class computes anew, and the model that an adapter is for.
-        ignored: Regular expressions of names of a checkpoint that are of no concern, and names of buffers.
+        ignored: Regular expressions of names of a checkpoint that are of no concern.
+        buffers: Names of buffers that no checkpoint should hold.
         load: Makes of the tensors of a checkpoint, or of some, those of the module.
         hub: What an export makes of the tensors; None where they stay.
         keeps_names: Whether names of a checkpoint are these, whatever else they could be.
@@ -49,6 +50,7 @@ class Target:
     declared: Mapping[str, str]
     optional: frozenset[str]
     ignored: tuple[str, ...]
+    buffers: frozenset[str]
     load: Loader
     hub: Conversion | None = None
     keeps_names: bool = False
@@ -60,7 +62,8 @@ class Target:
 
     def is_ignored(self, name: str) -> bool:
         """Tell whether a name of a checkpoint for which there is no tensor is of no concern."""
-        return name.rpartition(".")[2] in _FORMER_BUFFERS or any(re.search(each, name) for each in self.ignored)
+        is_buffer = name in self.buffers or name.rpartition(".")[2] in _FORMER_BUFFERS
+        return is_buffer or any(re.search(each, name) for each in self.ignored)
 
 
 def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> Target:
@@ -87,7 +90,7 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
     optional = unsaved | _matching(specs, _declared(model, "_keys_to_ignore_on_load_missing"))
     load = loader_of(base_twins(model, None), own) if adapter is None else _loader_by(adapter, own)
     hub = _export(model, [spec for name, spec in specs.items() if name not in unsaved])
-    return Target(specs, ties.aliases, declared, frozenset(optional), _ignored(model, own), load, hub)
+    return Target(specs, ties.aliases, declared, frozenset(optional), *_ignored(model, own), load, hub)
 
 
 def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: Collection[str]) -> Target:
@@ -108,7 +111,7 @@ def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: 
         aliases,
         {},
         frozenset(unsaved_names(peft.base)),
-        _ignored(model, own),
+        *_ignored(model, own),
         loader_of(twins, seen),
         keeps_names=has_adapter,
     )
@@ -133,10 +136,10 @@ def _loader_by(adapter: Any, own: Collection[str]) -> Loader:
     return load
 
 
-def _ignored(model: nn.Module, own: Collection[str]) -> tuple[str, ...]:
-    buffers = {strip_wrappers(name) for name, _ in model.named_buffers(remove_duplicate=False)} - set(own)
-    patterns = _declared(model, "_keys_to_ignore_on_load_unexpected")
-    return (*patterns, *(f"^{re.escape(name)}$" for name in sorted(buffers)))
+def _ignored(model: nn.Module, own: Collection[str]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return which names of a checkpoint are of no concern: patterns of classes, and buffers that are not persistent."""
+    buffers = {strip_wrappers(name) for name, _ in model.named_buffers(remove_duplicate=False)}
+    return tuple(_declared(model, "_keys_to_ignore_on_load_unexpected")), frozenset(buffers.difference(own))
 
 
 def _declared(model: nn.Module, attribute: str) -> list[str]:
