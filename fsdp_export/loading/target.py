@@ -137,7 +137,7 @@ def _loader_by(adapter: Any, own: Collection[str]) -> Loader:
 
 
 def _ignored(model: nn.Module, own: Collection[str]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Return which names of a checkpoint are of no concern: patterns of classes, and buffers that are not persistent."""
+    """Return which names of a checkpoint are of no concern: patterns, and buffers that are not persistent."""
     buffers = {strip_wrappers(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     return tuple(_declared(model, "_keys_to_ignore_on_load_unexpected")), frozenset(buffers.difference(own))
 
