@@ -21,15 +21,17 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import export_checkpoint, load_checkpoint, save_checkpoint
+    from .api import compare_checkpoints, export_checkpoint, load_checkpoint, save_checkpoint
     from .errors import ExportError
     from .exporter import Exporter
     from .load import LoadReport
     from .pending import PendingSave
     from .sinks.base import MemorySink, Sink
     from .sinks.huggingface import Report
+    from .verification import Comparison
 
 __all__ = [
+    "Comparison",
     "ExportError",
     "Exporter",
     "LoadReport",
@@ -38,6 +40,7 @@ __all__ = [
     "Report",
     "Sink",
     "__version__",
+    "compare_checkpoints",
     "export_checkpoint",
     "load_checkpoint",
     "save_checkpoint",
@@ -45,6 +48,7 @@ __all__ = [
 
 # Loaded at first use: `fsdp-export --help` must not wait for torch.
 _MODULES = {
+    "Comparison": "verification",
     "ExportError": "errors",
     "Exporter": "exporter",
     "LoadReport": "load",
@@ -52,6 +56,7 @@ _MODULES = {
     "PendingSave": "pending",
     "Report": "sinks.huggingface",
     "Sink": "sinks.base",
+    "compare_checkpoints": "api",
     "export_checkpoint": "api",
     "load_checkpoint": "api",
     "save_checkpoint": "api",

@@ -18,10 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ..compat import local_of
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
 from ..spec import Box, Mesh, Sharding, TensorSpec
+from .structure import Structure
 
 __all__ = ["LiveSource", "find_ranks", "named_tensors"]
 
@@ -95,7 +97,17 @@ class _Entry:
     spec: TensorSpec
     is_copy: bool
     value: weakref.ref[torch.Tensor]
+    local: weakref.ref[torch.Tensor]
     local_shape: tuple[int, ...]
+
+    def block(self, value: torch.Tensor) -> torch.Tensor | None:
+        """Return the block of the tensor that was read, if that is the same; None if it has to be looked at again.
+
+        Call it under `no_grad`.
+        """
+        local = local_of(value)
+        is_same = self.local() is local and self.local_shape == local.shape and self.spec.dtype == local.dtype
+        return local.detach() if is_same and not (local.is_meta or local.is_conj() or local.is_neg()) else None
 
     def is_of(self, value: torch.Tensor, local: torch.Tensor) -> bool:
         """Tell whether a tensor is still the one that was read, and has the same block here."""
@@ -154,6 +166,7 @@ class LiveSource:
         self._entries: dict[str, _Entry] = {}
         self._locals: dict[str, torch.Tensor] = {}
         devices = [local.device for _, local in self._read(own)]
+        self._structure = Structure(model)
         self.specs = tuple(entry.spec for entry in self._entries.values())
         self.copies = tuple(entry.spec for entry in self._entries.values() if entry.is_copy)
         others = [
@@ -173,7 +186,10 @@ class LiveSource:
         Raises:
             SourceError: Names, shapes, dtypes, shardings or ties are not those that were planned.
         """
+        if self._values is None and self._structure.is_unchanged() and self._reread():
+            return
         locals_ = dict(self._read(named_tensors(self._model)))
+        self._structure = Structure(self._model)
         specs = tuple(entry.spec for entry in self._entries.values())
         changed = set(specs) ^ set(self.specs) if specs != self.specs else None
         if changed:
@@ -188,13 +204,26 @@ class LiveSource:
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Return rows of this rank's block, without copying; see `Source.rows`."""
         local = self._locals[spec.name]
-        if not spec.shape:
+        if not spec.shape or stop - first == len(local):
             return local
         begin = self._box(spec).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
 
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
         """Return None: rows are in memory."""
+
+    def _reread(self) -> bool:
+        """Read the tensors of a module of which each is still the one that was read last; tell whether they are."""
+        locals_ = {}
+        with torch.no_grad():
+            for name, entry in self._entries.items():
+                value = entry.value()
+                block = entry.block(value) if value is not None else None
+                if block is None:
+                    return False
+                locals_[name] = self._block(entry.spec, block)
+        self._locals = locals_
+        return True
 
     def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's block of every tensor, and make `_entries` anew, from the earlier ones where they hold."""
@@ -213,8 +242,11 @@ class LiveSource:
                 if entry is None or not entry.is_of(value, local):
                     entry = self._entry(name, value, local, is_buffer=name in buffers)
                 self._entries[name] = entry
-                # Of a tensor without bytes FSDP2 keeps a shard of another shape.
-                yield name, local if entry.spec.num_bytes else local.new_empty(self._box(entry.spec).shape)
+                yield name, self._block(entry.spec, local)
+
+    def _block(self, spec: TensorSpec, local: torch.Tensor) -> torch.Tensor:
+        # Of a tensor without bytes FSDP2 keeps a shard of another shape.
+        return local if local.numel() else local.new_empty(self._box(spec).shape)
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
@@ -242,7 +274,7 @@ class LiveSource:
         expected, found = self._box(spec).shape, tuple(local.shape)
         if spec.num_bytes and expected != found:
             raise SourceError("a local tensor of another shape", name=name, expected=expected, found=found)
-        return _Entry(spec, is_copy, weakref.ref(value), found)
+        return _Entry(spec, is_copy, weakref.ref(value), weakref.ref(local_of(value)), found)
 
     def _box(self, spec: TensorSpec) -> Box:
         return spec.sharding.box(spec.shape, self.rank)
@@ -330,7 +362,7 @@ def _local(name: str, value: torch.Tensor, *, may_be_meta: bool) -> torch.Tensor
     """Return this rank's block of a tensor, which is in the module's memory. Call it under `no_grad`."""
     if is_lazy(value):
         raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
-    local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+    local = local_of(value).detach()
     if local.is_meta and not may_be_meta:
         raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
     if type(local) is not torch.Tensor:
