@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_export import load_checkpoint, save_checkpoint
 from fsdp_export.agreement import fingerprint
+from fsdp_export.memory import bytes_of
 
 Method = Callable[[nn.Module, Path], None]
 
@@ -150,8 +152,10 @@ def shards(model: nn.Module) -> list[torch.Tensor]:
         return [cast("DTensor", parameter).to_local().detach() for parameter in model.parameters()]
 
 
-def checksums(model: nn.Module) -> list[str]:
-    return [fingerprint(shard) for shard in shards(model)]
+def checksums(model: nn.Module) -> list[str | int]:
+    return [
+        fingerprint(shard) if shard.is_cuda else zlib.crc32(bytes_of(shard).numpy().data) for shard in shards(model)
+    ]
 
 
 def forget(folder: Path) -> None:
