@@ -177,3 +177,52 @@ def test_what_fsdp_offloads_is_materialized_in_host_memory(tmp_path: Path) -> No
         assert all(local(parameter).device.type == "cpu" for parameter in model.parameters())
 
     run_ranks(on_rank, 3)
+
+
+def test_a_sharded_table_that_is_not_saved_is_computed_on_every_rank(tmp_path: Path) -> None:
+    class Table(nn.Module):
+        _keys_to_ignore_on_save = ("weights",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.Parameter(torch.arange(21.0).view(7, 3), requires_grad=False)
+            self.linear = nn.Linear(3, 3)
+
+        def reset_parameters(self) -> None:
+            with torch.no_grad():
+                self.weights.copy_(torch.arange(21.0).view(7, 3))
+
+    torch.manual_seed(0)
+    torch.save(nn.Linear(3, 3).state_dict(prefix="linear."), tmp_path / "table.pt")
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Table()
+
+    def on_rank() -> None:
+        model = shard(on_meta(Table), "1d", 3)
+        load_checkpoint(model, tmp_path / "table.pt")
+        assert_holds(model, sharded_oracle(make, "1d", 3))
+        kept = shard(make(), "1d", 3)
+        assert load_checkpoint(kept, tmp_path / "table.pt").num_tensors == 2
+        assert_holds(kept, sharded_oracle(make, "1d", 3))
+
+    run_ranks(on_rank, 3)
+
+
+@pytest.mark.parametrize("reshards", [False, True])
+def test_a_module_that_has_run_runs_with_what_was_loaded(reshards: bool, tmp_path: Path) -> None:
+    save_checkpoint(hf_model("llama"), tmp_path / "llama", fsync=False)
+
+    def on_rank() -> None:
+        tokens = torch.tensor([[1, 2, 3]])
+        model: Any = shard(hf_model("llama"), "1d", 2, reshard_after_forward=reshards)
+        expected = model(tokens).logits.detach()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        model(tokens)
+        load_checkpoint(model, tmp_path / "llama")
+        assert torch.equal(model(tokens).logits, expected)
+
+    run_ranks(on_rank, 2)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..compat import offloaded_parameters, reset_shards
 from ..conversion.live_twin import model_class
@@ -156,11 +157,21 @@ def materialize(model: nn.Module, device: torch.device, values: Mapping[str, tor
         with torch.no_grad():
             memory = torch.empty_like(tensor.detach(), device=place)
             if key in by_id:
-                memory.copy_(by_id[key])
+                _fill(memory, by_id[key])
         new = nn.Parameter(memory, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else memory
         del memory
         _replace(model, tensor, new)
     reset_shards(model)
+
+
+def _fill(memory: torch.Tensor, value: torch.Tensor) -> None:
+    """Write a value, or of a DTensor this rank's part of it. Not collective."""
+    if isinstance(memory, DTensor):
+        mesh, placements = memory.device_mesh, memory.placements
+        # Of a DTensor without a source rank every rank takes its part of its own value.
+        part = distribute_tensor(value.to(mesh.device_type), mesh, placements, src_data_rank=None)
+        memory, value = memory.to_local(), part.to_local()
+    memory.copy_(value)
 
 
 def _replace(model: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ __all__ = ["Reading"]
 # Of those that copy to a device, each waits for the interpreter more often.
 _MAX_THREADS, _MAX_DEVICE_THREADS = 4, 8
 # On the CPU what is cast stays in the processor's cache, if it is small.
-_CAST_BYTES, _DEVICE_BYTES = 2 << 20, 16 << 20
+_CAST_BYTES, _DEVICE_BYTES = 4 << 20, 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Reading:
                 _do_all(threads, do, (job for fill in self.fills for job in self._jobs(fill, locals_)))
         finally:
             reader.close()
-        self._compute(locals_, operation)
+        self._compute(locals_, operation, delivered)
 
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
@@ -145,7 +145,7 @@ class Reading:
             max_bytes = CHUNK_BYTES if is_direct else _CAST_BYTES if target.device.type == "cpu" else _DEVICE_BYTES
             yield from _Job(spec, patch.view, target).cut(max_bytes)
 
-    def _compute(self, locals_: Mapping[str, torch.Tensor], operation: Operation) -> None:
+    def _compute(self, locals_: Mapping[str, torch.Tensor], operation: Operation, delivered: Delivered) -> None:
         """Make what is computed, one group of tensors at a time: each rank reads those that it needs any of whole."""
         groups: dict[tuple[TensorSpec, ...], list[Fill]] = {}
         for fill in self.fills:
@@ -154,6 +154,7 @@ class Reading:
         for inputs, fills in groups.items():
             operation.check()
             made = self.load({spec.name: self.source.rows(spec, 0, spec.num_rows) for spec in inputs}).tensors
+            delivered(sum(spec.num_bytes for spec in inputs))
             for fill in fills:
                 tensor, expected = made.get(fill.name), fill.made.info
                 if tensor is None or (tuple(tensor.shape), tensor.dtype) != (expected.shape, expected.dtype):
