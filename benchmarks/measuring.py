@@ -1,4 +1,4 @@
-"""What the benchmarks share: memory that no file backs, bytes written, tables and results."""
+"""What the benchmarks share: memory that no file backs, bytes written and read, tables and results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOT_INSTALLED", "Peak", "machine", "publish", "summary", "unbacked_bytes", "written_bytes"]
+__all__ = ["NOT_INSTALLED", "Peak", "machine", "publish", "read_bytes", "summary", "unbacked_bytes", "written_bytes"]
 
 Run = Mapping[str, float]
 """What was measured once; `seconds` is compared."""
@@ -61,6 +61,11 @@ def written_bytes() -> int:
     return int(_fields("self", "io")["wchar"])
 
 
+def read_bytes() -> int:
+    """Return what this process got from system calls that read."""
+    return int(_fields("self", "io")["rchar"])
+
+
 def _fields(process: int | str, file: str) -> dict[str, str]:
     lines = Path(f"/proc/{process}/{file}").read_text().splitlines()
     return dict(line.split(":", 1) for line in lines)
@@ -81,8 +86,10 @@ def summary(name: str, title: str, runs: Sequence[Run], reference: Sequence[Run]
         "median_seconds": statistics.median(seconds),
         "ratio": min(seconds) / min(run["seconds"] for run in reference),
         "host_mib": max(run["host_bytes"] for run in runs) / 2**20,
-        "written_gb": max(run["written_bytes"] for run in runs) / 1e9,
     }
+    for key, total in (("written_bytes", "written_gb"), ("read_bytes", "read_gb")):
+        if key in runs[0]:
+            row[total] = max(run[key] for run in runs) / 1e9
     if "device_bytes" in runs[0]:
         row["device_mib"] = max(run["device_bytes"] for run in runs) / 2**20
     for key in ("cpu_seconds", "process_seconds"):

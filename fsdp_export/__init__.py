@@ -2,9 +2,11 @@
 
 Example::
 
-    from fsdp_export import Exporter, save_checkpoint
+    from fsdp_export import Exporter, load_checkpoint, save_checkpoint
 
     save_checkpoint(model, "ckpt/", tokenizer=tokenizer)     # every rank calls; a Hugging Face folder appears
+
+    load_checkpoint(model, "ckpt/")                          # into whatever mesh and device the model has
 
     exporter = Exporter(model, dtype="bfloat16")             # plans once, used every step
     for name, tensor in exporter.tensors():                  # full tensors on the device, in plan order
@@ -19,9 +21,10 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import compare_checkpoints, export_checkpoint, save_checkpoint
+    from .api import compare_checkpoints, export_checkpoint, load_checkpoint, save_checkpoint
     from .errors import ExportError
     from .exporter import Exporter
+    from .load import LoadReport
     from .pending import PendingSave
     from .sinks.base import MemorySink, Sink
     from .sinks.huggingface import Report
@@ -31,6 +34,7 @@ __all__ = [
     "Comparison",
     "ExportError",
     "Exporter",
+    "LoadReport",
     "MemorySink",
     "PendingSave",
     "Report",
@@ -38,6 +42,7 @@ __all__ = [
     "__version__",
     "compare_checkpoints",
     "export_checkpoint",
+    "load_checkpoint",
     "save_checkpoint",
 ]
 
@@ -46,12 +51,14 @@ _MODULES = {
     "Comparison": "verification",
     "ExportError": "errors",
     "Exporter": "exporter",
+    "LoadReport": "load",
     "MemorySink": "sinks.base",
     "PendingSave": "pending",
     "Report": "sinks.huggingface",
     "Sink": "sinks.base",
     "compare_checkpoints": "api",
     "export_checkpoint": "api",
+    "load_checkpoint": "api",
     "save_checkpoint": "api",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
@@ -12,13 +13,15 @@ from torch import nn
 
 from .comparing import open_two
 from .exporter import Exporter
+from .load import LoadReport, load
 from .opening import open_checkpoint
 from .pending import PendingSave
 from .sinks.huggingface import Report
 from .sinks.versioned import Destination
 from .verification import Comparison
+from .walk import Delivered
 
-__all__ = ["compare_checkpoints", "export_checkpoint", "save_checkpoint"]
+__all__ = ["compare_checkpoints", "export_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 
 @overload
@@ -159,6 +162,58 @@ def export_checkpoint(
             raise error
         report = replace(report, verification=verification)
     return replace(report, notes=[*checkpoint.notes, *report.notes])
+
+
+def load_checkpoint(
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    strict: bool = True,
+    cast: bool = True,
+    adapter: Any = None,
+    prefix: str | None = None,
+    device: torch.device | str | None = None,
+    timeout: float = 600.0,
+    delivered: Delivered = lambda _: None,
+) -> LoadReport:
+    """Load a checkpoint into a module, each rank the rows that it holds. Collective: every rank must call this.
+
+    Values are written into the memory that the parameters have, so that an optimizer that knows them goes on to do so.
+    What is on the meta device gets memory first. Whatever can be told from the headers of the files is checked before.
+
+    Args:
+        model: The module: FSDP2 (1-D, HSDP, with tensor parallelism), DDP or plain; on any device, or on meta.
+        path: A checkpoint in any layout that docs/sources.md lists, or a folder above it, whose newest complete step is
+            taken. Its names are those of the modules or those of the hub.
+        strict: Whether names that are missing, or that the model does not have, are an error.
+        cast: Whether floating tensors are cast to the dtypes that the model has; else another dtype is an error.
+        adapter: Turns names and tensors of Hugging Face into those of the module: an object with
+            `from_hf(state_dict)`, such as torchtitan's. Without one, those of a model of transformers are converted as
+            `from_pretrained` does.
+        prefix: Load what lies below this prefix in the checkpoint; default: found by itself.
+        device: Where to put what is on meta; default: this rank's device of the mesh, else the CPU. What FSDP2 offloads
+            stays in host memory.
+        timeout: Seconds to wait for a rank that does not call.
+        delivered: Called with the bytes that this rank has just read.
+
+    Returns:
+        What was loaded.
+
+    Raises:
+        ExportError: Something failed on some rank; the same error is raised on all. The model is unchanged, unless the
+            message says that it is loaded in part, as when a disk fails.
+    """
+    return load(
+        model,
+        Path(path),
+        strict=strict,
+        cast=cast,
+        adapter=adapter,
+        prefix=prefix,
+        device=torch.device(device) if device is not None else None,
+        timeout=timeout,
+        delivered=delivered,
+    )
 
 
 def compare_checkpoints(

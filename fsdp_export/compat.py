@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
@@ -28,7 +29,9 @@ __all__ = [
     "has_multi_get",
     "local_of",
     "new_backend",
+    "offloaded_parameters",
     "pin",
+    "reset_shards",
     "sent_together",
     "share_memory",
     "unpin",
@@ -204,3 +207,26 @@ def _environment(name: str, value: str) -> Iterator[None]:
             del os.environ[name]
         else:
             os.environ[name] = before
+
+
+def offloaded_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters whose shards FSDP2 keeps in host memory."""
+    return [shard.sharded_param for shard in _fsdp_shards(model) if getattr(shard, "offload_to_cpu", False)]
+
+
+def reset_shards(model: nn.Module) -> None:
+    """Let FSDP2 take up memory that its parameters got, as it does after `to_empty`: it pads it, and pins it."""
+    with torch.no_grad():
+        for shard in _fsdp_shards(model):
+            shard.reset_sharded_param()
+
+
+def _fsdp_shards(model: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP2 knows of every parameter; private, and several groups a module since torch 2.12."""
+    for module in model.modules():
+        get_state: Any = getattr(module, "_get_fsdp_state", None)  # to import FSDP2 takes half a second
+        if get_state is not None:
+            state = get_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in groups if groups is not None else filter(None, [state._fsdp_param_group]):  # noqa: SLF001
+                yield from group.fsdp_params

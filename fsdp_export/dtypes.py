@@ -11,7 +11,7 @@ import torch
 from .errors import UsageError
 from .spec import TensorInfo
 
-__all__ = ["HALF_DTYPES", "Casts", "DtypePolicy", "model_dtype", "scales_of_packed"]
+__all__ = ["HALF_DTYPES", "Casts", "DtypePolicy", "are_cast", "model_dtype", "scales_of_packed"]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 """The dtypes that classes keep some of their parameters from."""
@@ -95,6 +95,11 @@ class Casts:
         """Tell whether an output is float32 only since it is not cast to half of it."""
         is_fp32 = output.dtype is torch.float32 and output.name in self.in_fp32 and output.name not in self.kept
         return is_fp32 and self.policy.cast_of(torch.float32) in HALF_DTYPES
+
+
+def are_cast(*dtypes: torch.dtype) -> bool:
+    """Tell whether tensors of these dtypes are cast to one another: integers and packed floats are not."""
+    return _CAST.issuperset(dtypes)
 
 
 def scales_of_packed(tensors: Iterable[TensorInfo]) -> frozenset[str]:

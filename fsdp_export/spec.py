@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from operator import lt
 from typing import Any
 
 import torch
@@ -42,6 +43,23 @@ class Box:
     def rows(self) -> tuple[int, int]:
         """First row and the row after the last; a 0-dim tensor is one row."""
         return (self.start[0], self.stop[0]) if self.start else (0, 1)
+
+    def overlap(self, other: Box) -> Box | None:
+        """Return the block that both have; None where that has no element."""
+        start, stop = tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(map(lt, start, stop)) else None
+
+    def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
+        """Return where the box is in a block that begins at `origin`."""
+        return tuple(
+            slice(start - begin, stop - begin) for start, stop, begin in zip(self.start, self.stop, origin, strict=True)
+        )
+
+    def of_rows(self, first: int, stop: int) -> Box:
+        """Return the part of the box in rows `first` to before `stop`; all of a 0-dim one."""
+        if not self.start:
+            return self
+        return Box((max(first, self.start[0]), *self.start[1:]), (min(stop, self.stop[0]), *self.stop[1:]))
 
     def has_full_rows(self, shape: Sequence[int]) -> bool:
         """Tell whether the box covers every dim but the first, so that its rows are rows of the tensor."""

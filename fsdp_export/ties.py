@@ -26,7 +26,7 @@ from .spec import TensorSpec
 from .steps import Rows
 from .walk import CHUNK_BYTES
 
-__all__ = ["LiveTies", "config_ties", "equal_ties", "live_ties", "tied_names"]
+__all__ = ["LiveTies", "are_equal", "config_ties", "equal_ties", "live_ties", "tied_names"]
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def equal_ties(source: Source, ties: LiveTies, operation: Operation, specs: Mapp
         operation.check()
         one, other = specs[alias], specs[kept]
         rows = one.sharding.box(one.shape, source.rank).rows
-        equal.append(one.sharding == other.sharding and _are_equal(source, one, other, rows, operation))
+        equal.append(one.sharding == other.sharding and are_equal(source, one, other, rows, operation))
     differing = _differing(ties.broken, equal, source, operation)
     return {alias: kept for alias, kept in ties.broken.items() if alias not in differing}
 
@@ -148,7 +148,7 @@ def tied_names(
         one, other = origins[alias], origins[kept]
         rows = (one.num_rows * part // parts, one.num_rows * (part + 1) // parts) if one is not None else (0, 0)
         # What is made of others counts as different.
-        equal.append(one is not None and other is not None and _are_equal(source, one, other, rows, operation))
+        equal.append(one is not None and other is not None and are_equal(source, one, other, rows, operation))
     differing = _differing(declared, equal, source, operation)
     return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
 
@@ -173,7 +173,7 @@ def _differing(declared: Mapping[str, str], equal: list[bool], source: Source, o
     return {alias for alias, *theirs in zip(declared, *verdicts, strict=True) if not all(theirs)}
 
 
-def _are_equal(source: Source, one: TensorSpec, other: TensorSpec, rows: Rows, operation: Operation) -> bool:
+def are_equal(source: Source, one: TensorSpec, other: TensorSpec, rows: Rows, operation: Operation) -> bool:
     """Compare rows of two tensors byte by byte, a chunk at a time: on a GPU a comparison takes as much memory again."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False

@@ -27,7 +27,7 @@ from .sinks.base import Sink
 from .sources.base import Source
 from .steps import Piece, Rows, Step, StoredPiece, Window
 
-__all__ = ["CHUNK_BYTES", "Delivered", "finish", "gathered_pieces", "run", "walk"]
+__all__ = ["CHUNK_BYTES", "Delivered", "finish", "gathered_pieces", "run", "single_threads", "walk"]
 
 CHUNK_BYTES = 32 << 20
 """Bytes a rank reads at a time of what it holds: bounds the host memory of a cast and the time between two checks."""
@@ -208,7 +208,7 @@ def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Pie
         with alone if step.whole else nullcontext():
             _deliver_rows(step, units, source, sink, deliver)
 
-    with _threads() as threads:
+    with single_threads(_MAX_THREADS, "fsdp-export-walk") as threads:
         try:
             for step, rows in _held(plan, source.rank):
                 pending.append(threads.submit(deliver_rows, step, rows))
@@ -222,11 +222,11 @@ def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Pie
 
 
 @contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
+def single_threads(most: int, name: str) -> Iterator[ThreadPoolExecutor]:
     """Start threads in each of which torch uses no more threads; torch takes that for the default of all to come."""
-    num_threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    num_threads = min(len(os.sched_getaffinity(0)), most)
     try:
-        with ThreadPoolExecutor(num_threads, "fsdp-export-walk", torch.set_num_threads, (1,)) as threads:
+        with ThreadPoolExecutor(num_threads, name, torch.set_num_threads, (1,)) as threads:
             yield threads
     finally:
         torch.set_num_threads(torch.get_num_threads())

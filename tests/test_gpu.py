@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,64 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from gpu_models import OFFLOAD, make, sharded, shared_folder
 from peft_models import merged_tensors, with_lora
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_export import Exporter, save_checkpoint
 from fsdp_export.sinks.host_memory import host_memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nccl_group")]
 
-OFFLOAD: dict[str, OffloadPolicy] = {
-    "pinned": CPUOffloadPolicy(pin_memory=True),
-    "unpinned": CPUOffloadPolicy(pin_memory=False),
-    "gpu": OffloadPolicy(),
-}
-
-
-@pytest.fixture
-def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A folder that all ranks share."""
-    names = [str(tmp_path_factory.mktemp("shared"))]
-    dist.broadcast_object_list(names, device=torch.device("cuda"))
-    yield Path(names[0])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(names[0], ignore_errors=True)
-
-
-def make(*, tied: bool = False, layers: int = 2) -> Any:
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=1031,
-        hidden_size=256,
-        intermediate_size=515,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
-    return transformers.Qwen2ForCausalLM(config)
-
-
-def sharded(kind: str, *, tied: bool = False, hsdp: bool = False, by_columns: bool = False) -> Any:
-    model = make(tied=tied)
-    size = dist.get_world_size()
-    shape, names = ((size, 1), ("replicate", "shard")) if hsdp else ((size,), ("shard",))
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
-    options: dict[str, Any] = {"mesh": mesh}
-    if by_columns:
-        options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % size == 0 else None
-    if kind == "gpu":
-        model.cuda()
-    for index, layer in enumerate(model.model.layers):
-        policy = OFFLOAD["gpu" if kind == "some" and index else "pinned" if kind == "some" else kind]
-        fully_shard(layer, offload_policy=policy, **options)
-    return fully_shard(model, offload_policy=OFFLOAD["pinned" if kind == "some" else kind], **options)
+folder = pytest.fixture(shared_folder)
 
 
 def places(model: Any) -> list[tuple[str, int, bool]]:

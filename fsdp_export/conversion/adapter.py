@@ -17,7 +17,7 @@ import torch
 from ..errors import PlanError, UsageError
 from .trace import ConvertDict
 
-__all__ = ["adapter_name", "conversion_of", "load_adapter"]
+__all__ = ["adapter_name", "conversion_of", "load_adapter", "reversal_of"]
 
 _METHODS = ("to_hf", "convert_single_tensor_to_hf")
 _AN_ADAPTER = "an object with to_hf(state_dict) or convert_single_tensor_to_hf(name, tensor)"
@@ -43,6 +43,21 @@ def conversion_of(adapter: Any) -> ConvertDict:
     if callable(getattr(adapter, "convert_single_tensor_to_hf", None)):
         return lambda tensors: _one_by_one(adapter, tensors)
     raise UsageError("no adapter", expected=_AN_ADAPTER, found=type(adapter).__name__, fix=_HOW)
+
+
+def reversal_of(adapter: Any) -> ConvertDict:
+    """Return how an adapter makes of names and tensors of Hugging Face those of the module.
+
+    Args:
+        adapter: An object with `from_hf(state_dict)`, which returns a dict, such as torchtitan's.
+
+    Raises:
+        UsageError: It has no such method.
+    """
+    if inspect.isclass(adapter) or not callable(getattr(adapter, "from_hf", None)):
+        found = getattr(adapter, "__name__", type(adapter).__name__)
+        raise UsageError("no adapter that can load", expected="an object with from_hf(state_dict)", found=found)
+    return lambda tensors: adapter.from_hf(dict(tensors))
 
 
 def adapter_name(adapter: Any) -> str:

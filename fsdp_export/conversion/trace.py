@@ -16,7 +16,17 @@ from ..spec import TensorInfo, TensorSpec
 from ..steps import Part
 from .views import Layout, View, dense_strides, last_element
 
-__all__ = ["ConvertDict", "Traced", "checked", "meta_tensors", "trace"]
+__all__ = [
+    "ConvertDict",
+    "Following",
+    "Traced",
+    "checked",
+    "meta_tensors",
+    "storage_of",
+    "tensors_in",
+    "trace",
+    "view_of",
+]
 
 ConvertDict = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 """Maps a state dict, or a part of one, to a state dict with other names and tensors."""
@@ -82,7 +92,7 @@ def trace(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Traced]:
             what is no dict of tensors.
     """
     inputs = meta_tensors(specs)
-    with _Following(inputs) as following:
+    with Following(inputs) as following:
         outputs = checked(lambda: convert(dict(inputs)))
     if changed := following.changed:
         fix = "Let it make new tensors: these are the ones that training goes on with"
@@ -101,7 +111,7 @@ def trace(convert: ConvertDict, specs: Sequence[TensorSpec]) -> list[Traced]:
         info = TensorInfo(name, tuple(tensor.shape), tensor.dtype)
         inputs_of_it = tuple(by_name[origin] for origin in names)
         is_moved = following.is_moved(tensor)
-        traced.append(Traced(info, inputs_of_it, following.view(tensor), _storage(tensor), is_moved))
+        traced.append(Traced(info, inputs_of_it, following.view(tensor), storage_of(tensor), is_moved))
     return traced
 
 
@@ -147,11 +157,13 @@ def _is_plain(value: object) -> bool:
     return value.layout is torch.strided and not value.is_quantized
 
 
-def _view(tensor: torch.Tensor) -> View:
+def view_of(tensor: torch.Tensor) -> View:
+    """Return how a tensor lies in its storage."""
     return View(int(tensor.storage_offset()), tuple(tensor.stride()))
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number of a tensor's storage, as long as that lives."""
     # What tells views of one tensor from those of another, on the meta device too.
     return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
 
@@ -160,7 +172,7 @@ def _storage(tensor: torch.Tensor) -> int:
 _MOVES = {torch.ops.aten.clone.default, torch.ops.aten.cat.default, torch.ops.aten.stack.default}
 
 
-class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows which inputs went into every storage. Views have the storage of what they are views of.
 
     Args:
@@ -172,56 +184,62 @@ class _Following(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, inputs: Mapping[str, torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._origins = {_storage(tensor): frozenset({name}) for name, tensor in inputs.items()}
-        self._inputs = {_storage(tensor): name for name, tensor in inputs.items()}
+        self._origins = {storage_of(tensor): frozenset({name}) for name, tensor in inputs.items()}
+        self._inputs = {storage_of(tensor): name for name, tensor in inputs.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in inputs.items()}
         self._layouts = {
-            _storage(tensor): Layout.of_itself(name, tensor.numel()) for name, tensor in inputs.items()
+            storage_of(tensor): Layout.of_itself(name, tensor.numel()) for name, tensor in inputs.items()
         }  # of storages that hold elements of an input and nothing else
-        self._moved = {_storage(tensor): tensor.dtype for tensor in inputs.values()}  # of elements of inputs alone
+        self._moved = {storage_of(tensor): tensor.dtype for tensor in inputs.values()}  # of elements of inputs alone
         self.changed: list[str] = []
         self._alive: list[Any] = []  # the number of a storage that was freed is given to another one
 
     def origins(self, tensor: torch.Tensor) -> frozenset[str]:
         """Return the names of the inputs that went into a tensor."""
-        return self._origins.get(_storage(tensor), frozenset())
+        return self._origins.get(storage_of(tensor), frozenset())
+
+    def layout(self, tensor: torch.Tensor) -> Layout | None:
+        """Return where the elements of a tensor's storage come from; None where they were computed."""
+        layout = self._layouts.get(storage_of(tensor))
+        if layout is None or self._dtypes[layout.source] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        return layout
 
     def view(self, tensor: torch.Tensor) -> View | None:
         """Return which elements of an input a tensor is; None where it was computed."""
-        layout = self._layouts.get(_storage(tensor))
-        if layout is None or self._dtypes[layout.source] != tensor.dtype or tensor.is_conj() or tensor.is_neg():
-            return None
-        return layout.find(tuple(tensor.shape), _view(tensor))
+        layout = self.layout(tensor)
+        return layout.find(tuple(tensor.shape), view_of(tensor)) if layout is not None else None
 
     def is_moved(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor has elements of inputs of its dtype, moved and never computed with."""
-        return self._moved.get(_storage(tensor)) == tensor.dtype and not tensor.is_conj() and not tensor.is_neg()
+        return self._moved.get(storage_of(tensor)) == tensor.dtype and not tensor.is_conj() and not tensor.is_neg()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and note what its results are made of."""
         result = func(*args, **(kwargs or {}))
-        given = _tensors((args, kwargs))
+        given = tensors_in((args, kwargs))
         arguments = func._schema.arguments  # noqa: SLF001  the only description of an operation
         values = dict(zip((argument.name for argument in arguments), args, strict=False)) | (kwargs or {})
         written = {argument.name for argument in arguments if argument.alias_info and argument.alias_info.is_write}
-        mutated = _tensors([value for name, value in values.items() if name in written])
+        mutated = tensors_in([value for name, value in values.items() if name in written])
         origins = frozenset[str]().union(*map(self.origins, given))
-        self.changed += [self._inputs[key] for key in map(_storage, mutated) if key in self._inputs]
+        self.changed += [self._inputs[key] for key in map(storage_of, mutated) if key in self._inputs]
         for tensor in mutated:
-            self._layouts.pop(_storage(tensor), None)
-            self._moved.pop(_storage(tensor), None)
+            self._layouts.pop(storage_of(tensor), None)
+            self._moved.pop(storage_of(tensor), None)
         if func is torch.ops.aten.clone.default and self.view(given[0]) is not None:
-            layout = self._layouts[_storage(given[0])]
-            copied = layout.copied(tuple(result.shape), _view(given[0]), tuple(result.stride()))
+            layout = self._layouts[storage_of(given[0])]
+            copied = layout.copied(tuple(result.shape), view_of(given[0]), tuple(result.stride()))
             if copied is not None:
-                self._layouts[_storage(result)] = copied
+                self._layouts[storage_of(result)] = copied
         if func in _MOVES and all(map(self.is_moved, given)):
-            self._moved[_storage(result)] = result.dtype
-        for tensor in (*_tensors(result), *mutated):
-            self._origins[_storage(tensor)] = self.origins(tensor) | origins
+            self._moved[storage_of(result)] = result.dtype
+        for tensor in (*tensors_in(result), *mutated):
+            self._origins[storage_of(tensor)] = self.origins(tensor) | origins
             self._alive.append(tensor)
         return result
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of nested containers."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Layout", "View", "dense_strides", "last_element"]
+from ..spec import Box
+
+__all__ = ["Layout", "View", "dense_strides", "find_box", "last_element"]
+
+
+_MAX_BOXES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,40 @@ class Layout:
         strides = tuple(self._in_source(step) if n > 1 else 0 for step, n in zip(steps, shape, strict=True))
         return View(self.offset + self._in_source(start), strides)
 
+    def split(self, shape: Sequence[int], view: View) -> list[tuple[Box, View]] | None:
+        """Return boxes that make up a view, and how each lies in the source; None if they are too many.
+
+        Args:
+            shape: The shape of the view.
+            view: How it lies in this storage.
+        """
+        boxes: list[tuple[Box, View]] = []
+        waiting = [(Box.whole(shape), view)]
+        while waiting:
+            box, part = waiting.pop()
+            found = self.find(box.shape, part)
+            if found is not None:
+                boxes.append((box, found))
+                continue
+            cut = self._crossing(box.shape, part.strides)
+            if cut is None or len(boxes) + len(waiting) > _MAX_BOXES:
+                return None
+            dim, count = cut
+            for first in range(box.start[dim], box.stop[dim], count):
+                start, stop = list(box.start), list(box.stop)
+                start[dim], stop[dim] = first, min(first + count, box.stop[dim])
+                offset = part.offset + (first - box.start[dim]) * part.strides[dim]
+                waiting.append((Box(tuple(start), tuple(stop)), View(offset, part.strides)))
+        return boxes
+
+    def _crossing(self, shape: Sequence[int], strides: Sequence[int]) -> tuple[int, int] | None:
+        """Return a dim of a view that crosses one of the storage, and how many of its indices do not."""
+        for dim, (size, step) in enumerate(zip(shape, strides, strict=True)):
+            for _, stride, _ in self.dims:
+                if step and step < stride < step * size and stride % step == 0:
+                    return dim, stride // step
+        return None
+
     def _index(self, position: int) -> list[int]:
         index = []
         for _, stride, _ in self.dims:
@@ -80,6 +119,36 @@ class Layout:
 
     def _in_source(self, index: Sequence[int]) -> int:
         return sum(count * stride for count, (_, _, stride) in zip(index, self.dims, strict=True))
+
+
+def find_box(shape: Sequence[int], view: View, base: Sequence[int]) -> tuple[Box, tuple[int | None, ...]] | None:
+    """Return which block of a contiguous tensor a view of it is, its dims perhaps in another order.
+
+    Args:
+        shape: The shape of the view.
+        view: How it lies in the tensor; it has an element.
+        base: The tensor's shape.
+
+    Returns:
+        The block, and for every dim of the view the dim of the tensor that it is, None for one of size 1 that may be
+        any; None where the view is no block.
+    """
+    strides = dense_strides(base, [0] * len(base))
+    start, rest = [0] * len(base), view.offset
+    for dim, stride in enumerate(strides):
+        if base[dim] > 1:
+            start[dim], rest = divmod(rest, stride)
+    stop = [begin + 1 for begin in start]
+    by_stride = {stride: dim for dim, stride in enumerate(strides) if base[dim] > 1}
+    dims: list[int | None] = []
+    for size, stride in zip(shape, view.strides, strict=True):
+        own = by_stride.pop(stride, None) if size > 1 else None
+        if own is not None:
+            stop[own] = start[own] + size
+        if size > 1 and (own is None or stop[own] > base[own]):
+            return None
+        dims.append(own)
+    return Box(tuple(start), tuple(stop)), tuple(dims)
 
 
 def dense_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:

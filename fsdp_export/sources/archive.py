@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import mul
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
@@ -20,11 +21,25 @@ import torch
 from ..errors import truncated_file, unreadable_file
 from ..steps import Extent
 
-__all__ = ["ByteFiles", "DataFiles", "Place", "Strided", "is_inside", "is_possible", "read_rows", "row_extent"]
+__all__ = [
+    "ByteFiles",
+    "DataFiles",
+    "Place",
+    "Strided",
+    "check_extent",
+    "is_inside",
+    "is_possible",
+    "read_block",
+    "read_rows",
+    "row_extent",
+]
 
 _MAX_OPEN = 64
 _MAX_DIMS = 64
 _MAX_ELEMENTS = 1 << 58
+# Shorter runs of bytes cost more calls than they save: the kernel reads whole pages.
+_MIN_RUN_BYTES = 4096
+_SPAN_BYTES = 1 << 20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -188,10 +203,7 @@ def read_rows(files: ByteFiles, stored: Strided, first: int, target: torch.Tenso
         return
     itemsize, shape, strides = stored.dtype.itemsize, tuple(target.shape), stored.strides
     begin = stored.offset + (first * strides[0] * itemsize if shape else 0)
-    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
-    outer, run = list(order), 1
-    while outer and (shape[outer[-1]] == 1 or strides[outer[-1]] == run):
-        run *= shape[outer.pop()]
+    order, outer, run = _runs(shape, strides)
     # Values of some dtypes cannot be copied, but those of integers as wide always can.
     target = target.view(_INTEGERS[itemsize])
     is_direct = target.is_contiguous() and order == sorted(order)
@@ -203,6 +215,65 @@ def read_rows(files: ByteFiles, stored: Strided, first: int, target: torch.Tenso
         files.read_into(stored.file, begin + offset * itemsize, memory[number * run_bytes : (number + 1) * run_bytes])
     if not is_direct:
         target.copy_(ordered.permute([order.index(dim) for dim in range(len(shape))]))
+
+
+def read_block(files: ByteFiles, stored: Strided, start: Sequence[int], target: torch.Tensor) -> None:
+    """Read a block of a stored tensor.
+
+    Where it has only some columns, in runs of bytes shorter than a page, what lies between them is read as well, a few
+    rows at a time.
+
+    Args:
+        files: What has its bytes.
+        stored: The tensor.
+        start: Where the block begins, in every dim.
+        target: What to fill, of the shape of the block; as for `read_rows`.
+
+    Raises:
+        SourceError: The file cannot be read.
+    """
+    itemsize, shape = stored.dtype.itemsize, tuple(target.shape)
+    offset = stored.offset + sum(map(mul, start, stored.strides)) * itemsize
+    block = Strided(stored.file, offset, stored.dtype, shape, stored.strides)
+    _, outer, run = _runs(shape, stored.strides)
+    if shape[1:] != stored.shape[1:] and outer and run * itemsize < _MIN_RUN_BYTES and target.numel():
+        _read_spans(files, block, target.view(_INTEGERS[itemsize]), max(outer, key=lambda dim: stored.strides[dim]))
+    else:
+        read_rows(files, block, 0, target)
+
+
+def _runs(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[int], list[int], int]:
+    """Return the dims by their strides, those that are walked through, and how many elements lie in a row then."""
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    outer, run = list(order), 1
+    while outer and (shape[outer[-1]] == 1 or strides[outer[-1]] == run):
+        run *= shape[outer.pop()]
+    return order, outer, run
+
+
+def _read_spans(files: ByteFiles, block: Strided, target: torch.Tensor, dim: int) -> None:
+    """Read all that lies from the first element of a block to its last, a few indices of a dim at a time."""
+    itemsize, stride = target.itemsize, block.strides[dim]
+    inner = 1 + sum((block.shape[other] - 1) * block.strides[other] for other in range(target.dim()) if other != dim)
+    count = max(_SPAN_BYTES // max(stride * itemsize, 1), 1)
+    for first in range(0, block.shape[dim], count):
+        part = target.narrow(dim, first, min(count, block.shape[dim] - first))
+        span = torch.empty((part.shape[dim] - 1) * stride + inner, dtype=target.dtype)
+        files.read_into(block.file, block.offset + first * stride * itemsize, span.view(torch.uint8).numpy().data)
+        part.copy_(span.as_strided(part.shape, block.strides))
+
+
+def check_extent(files: ByteFiles, stored: Strided) -> None:
+    """Refuse a stored tensor that reaches beyond the end of its file. Of what is unpacked nothing is known before.
+
+    Raises:
+        SourceError: It does, or the file cannot be opened.
+    """
+    if isinstance(files, DataFiles) and 0 not in stored.shape:
+        last = sum((size - 1) * stride for size, stride in zip(stored.shape, stored.strides, strict=True))
+        end, num_bytes = stored.offset + (last + 1) * stored.dtype.itemsize, files.size(stored.file)
+        if num_bytes < end:
+            raise truncated_file(files.folder / stored.file, end, num_bytes)
 
 
 def row_extent(files: ByteFiles, stored: Strided, first: int, stop: int) -> Extent | None:

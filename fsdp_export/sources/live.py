@@ -132,6 +132,7 @@ class LiveSource:
         aliases: Names to leave out, and the name under which the same tensor is exported.
         device: Where tensors are gathered and converted; default: this rank's device of the mesh, else that of the
             module.
+        may_be_meta: Whether tensors may be without data, since it is told only how they lie on the ranks.
 
     Raises:
         SourceError: A tensor cannot be exported: on meta, Partial, a mesh that lacks some of the ranks, a tensor
@@ -149,8 +150,10 @@ class LiveSource:
         state_dict: Mapping[str, torch.Tensor] | None = None,
         aliases: Mapping[str, str] | None = None,
         device: torch.device | None = None,
+        may_be_meta: bool = False,
     ) -> None:
         self._model, self._values, self._aliases = model, state_dict, dict(aliases or {})
+        self._may_be_meta = may_be_meta
         self._is_warned = False
         self._meshes: dict[DeviceMesh, tuple[Mesh, tuple[int, ...]]] = {}
         self._device_mesh: DeviceMesh | None
@@ -234,7 +237,7 @@ class LiveSource:
         earlier, self._entries = self._entries, {}
         with torch.no_grad():
             for name, value in values.items():
-                local = _local(name, value)
+                local = _local(name, value, may_be_meta=self._may_be_meta)
                 entry = earlier.get(name)
                 if entry is None or not entry.is_of(value, local):
                     entry = self._entry(name, value, local, is_buffer=name in buffers)
@@ -355,12 +358,12 @@ def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
     return value
 
 
-def _local(name: str, value: torch.Tensor) -> torch.Tensor:
+def _local(name: str, value: torch.Tensor, *, may_be_meta: bool) -> torch.Tensor:
     """Return this rank's block of a tensor, which is in the module's memory. Call it under `no_grad`."""
     if is_lazy(value):
         raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
     local = local_of(value).detach()
-    if local.is_meta:
+    if local.is_meta and not may_be_meta:
         raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
     if type(local) is not torch.Tensor:
         fix = "Dequantize or flatten it to plain tensors first"
@@ -375,4 +378,4 @@ def _device(device_mesh: DeviceMesh | None, devices: Iterable[torch.device]) -> 
         return torch.device("cpu")
     if device_mesh is not None:
         return torch.device(device_mesh.device_type, torch.get_device_module(device_mesh.device_type).current_device())
-    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+    return next((device for device in devices if device.type not in {"cpu", "meta"}), torch.device("cpu"))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from operator import lt
+from operator import lt, sub
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -18,12 +18,14 @@ from ..memory import bytes_of
 from ..spec import Box, Sharding, TensorSpec
 from ..steps import Extent
 from ..table import counted, summary
-from .archive import ByteFiles, Place, Strided, read_rows, row_extent
+from .archive import ByteFiles, Place, Strided, check_extent, read_block, row_extent
 
 if TYPE_CHECKING:  # it needs torch.distributed, which reading does not
     from ..gather import Groups
 
 __all__ = ["Chunk", "Located", "StoredSource", "StoredTensor", "check_cover"]
+
+_CHECK_BYTES = 32 << 20
 
 Located = tuple[ByteFiles, Strided]
 """Where the elements of a chunk are, and the files that have them."""
@@ -171,8 +173,44 @@ class StoredSource:
             if low < high:
                 columns = tuple(map(slice, chunk.box.start[1:], chunk.box.stop[1:]))
                 target = result[(slice(low - first, high - first), *columns)] if tensor.shape else result
-                self._read(tensor, chunk, low - begin, target)
+                self._read(tensor, chunk, (low - begin, *(0,) * len(columns))[: len(tensor.shape)], target)
         return result.to(self.device)
+
+    def read(self, spec: TensorSpec, box: Box, target: torch.Tensor) -> None:
+        """Read a block of a tensor into memory: straight from the file where both lie there in one piece.
+
+        Args:
+            spec: The tensor.
+            box: The block.
+            target: What to fill, of the shape of the block and the dtype of the tensor, on the CPU.
+
+        Raises:
+            SourceError: It cannot be read.
+        """
+        tensor = self._tensors[spec.name]
+        for chunk in tensor.chunks:
+            common = chunk.box.overlap(box)
+            if common is not None:
+                start = tuple(map(sub, common.start, chunk.box.start))
+                self._read(tensor, chunk, start, target[common.slices(box.start)])
+
+    def check(self, spec: TensorSpec, box: Box) -> None:
+        """Refuse a block that cannot be read. Nothing of it is read, but for what several ranks saved copies of.
+
+        Raises:
+            SourceError: It cannot.
+        """
+        tensor = self._tensors[spec.name]
+        for chunk in tensor.chunks:
+            common = chunk.box.overlap(box)
+            if common is None:
+                continue
+            for place in (chunk.place, *chunk.copies):
+                check_extent(*self._locate(tensor, chunk.box, place))
+            num_rows = max(_CHECK_BYTES // max(spec.row_bytes, 1), 1)
+            for first in range(*common.rows, num_rows) if chunk.copies else ():
+                rows = common.of_rows(first, first + num_rows)
+                self.read(spec, rows, torch.empty(rows.shape, dtype=tensor.dtype))
 
     def extents(self, spec: TensorSpec, first: int, stop: int) -> list[Extent] | None:
         """Return where the bytes of rows lie; see `Source.extents`."""
@@ -205,13 +243,14 @@ class StoredSource:
             what = f"{num_rows:,} rows that do not fit into memory"
             raise SourceError(what, name=tensor.key, file=self.folder, found=f"{num_bytes:,} bytes") from error
 
-    def _read(self, tensor: StoredTensor, chunk: Chunk, first: int, target: torch.Tensor) -> None:
+    def _read(self, tensor: StoredTensor, chunk: Chunk, start: Sequence[int], target: torch.Tensor) -> None:
+        """Fill memory with the block of a chunk that begins at `start`, counted from where the chunk does."""
         files, stored = self._locate(tensor, chunk.box, chunk.place)
-        read_rows(files, stored, first, target)
+        read_block(files, stored, start, target)
         for place in chunk.copies:
             files, stored = self._locate(tensor, chunk.box, place)
             copy = torch.empty_like(target, memory_format=torch.contiguous_format)
-            read_rows(files, stored, first, copy)
+            read_block(files, stored, start, copy)
             if not torch.equal(bytes_of(target), bytes_of(copy)):
                 raise SourceError(
                     "a tensor of which ranks saved different copies",

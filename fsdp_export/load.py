@@ -1,0 +1,213 @@
+"""Loading: rows of files become the local tensors of a module, whatever the meshes of the two are."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .errors import DisagreementError, ExportError, SourceError, UsageError, listing
+from .fence import Fence, Operation
+from .loading.matching import Match, match
+from .loading.materializing import initial_values, materialize, tensors_on_meta
+from .loading.reading import Reading
+from .loading.target import Target, target_of
+from .memory import without_collection
+from .names import strip_wrappers
+from .paths import is_file, is_folder
+from .pending import wait_for_latest
+from .sources.dcp import DcpSource
+from .sources.detect import open_source
+from .sources.live import LiveSource, find_ranks
+from .sources.rank_files import RankFilesSource
+from .sources.stored import StoredSource
+from .spec import TensorSpec
+from .ties import are_equal
+from .walk import Delivered
+
+__all__ = ["LoadReport", "load"]
+
+_ADAPTER_FILE = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded.
+
+    Attributes:
+        source: The checkpoint; of a folder above it, the one that was chosen.
+        description: What was found there, in words.
+        num_tensors: Number of the module's tensors that have new values; tied ones count once.
+        num_bytes: Bytes that this rank read of the checkpoint's tensors.
+        seconds: How long it took.
+        missing: Names that the checkpoint lacks; there are none after `strict=True`.
+        unexpected: Names of the checkpoint for which the module has no tensor; as before.
+    """
+
+    source: Path
+    description: str
+    num_tensors: int
+    num_bytes: int
+    seconds: float
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What one rank will do."""
+
+    source: StoredSource
+    target: Target
+    match: Match
+    rank: int
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(self.match.fills, self.source, self.target.load, self.rank)
+
+
+def load(
+    model: nn.Module,
+    path: Path,
+    *,
+    strict: bool,
+    cast: bool,
+    adapter: Any,
+    prefix: str | None,
+    device: torch.device | None,
+    timeout: float,
+    delivered: Delivered,
+) -> LoadReport:
+    """Load a checkpoint; see `fsdp_export.load_checkpoint`. Collective."""
+    if not isinstance(model, nn.Module):
+        raise UsageError("nothing to load into", expected="a torch.nn.Module", found=type(model).__name__)
+    started, num_bytes = time.perf_counter(), 0
+
+    def count(more: int) -> None:
+        nonlocal num_bytes
+        num_bytes += more
+        delivered(more)
+
+    ranks, rank = find_ranks(model)
+    with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation:
+        wait_for_latest()
+        plan = _planned(model, path, rank, cast=cast, adapter=adapter, prefix=prefix)
+        error = plan.match.error(plan.source.folder, strict=strict)
+        if error is not None:
+            raise error
+        _check(plan, ranks, operation)
+        values = initial_values(model, _uncovered(model, plan.match, plan.target))
+        _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
+        try:
+            materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
+            _fill(model, plan, operation, count)
+        except ExportError as failure:
+            raise type(failure)(f"the model is loaded in part and must not be used: {failure}") from failure
+        finally:
+            plan.source.close()
+    return LoadReport(
+        plan.source.folder or path,
+        plan.source.description,
+        len(plan.match.fills),
+        num_bytes,
+        time.perf_counter() - started,
+        tuple(plan.match.missing),
+        tuple(plan.match.unexpected),
+    )
+
+
+@without_collection()
+def _planned(model: nn.Module, path: Path, rank: int, *, cast: bool, adapter: Any, prefix: str | None) -> _Plan:
+    """Open the checkpoint and find out what goes where. Local, and nothing but headers is read."""
+    is_adapter = is_folder(path) and is_file(path / _ADAPTER_FILE) and not is_file(path / "config.json")
+    source = open_source(path / _ADAPTER_FILE if is_adapter else path, prefix=prefix)
+    target = target_of(model, [spec.name for spec in source.specs], adapter)
+    is_sharded = isinstance(source, (DcpSource, RankFilesSource))
+    return _Plan(source, target, match(target, source.specs, is_sharded=is_sharded, casts=cast), rank)
+
+
+def _check(plan: _Plan, ranks: Sequence[int], operation: Operation) -> None:
+    """Look at the files that this rank reads, and at a part of what must be equal."""
+    plan.reading.check()
+    part, parts = ranks.index(plan.rank), len(ranks)
+    for one, other in plan.match.twice:
+        rows = (one.num_rows * part // parts, one.num_rows * (part + 1) // parts)
+        if not are_equal(plan.source, one, other, rows, operation):
+            raise SourceError(
+                "two values for weights that the model has tied",
+                name=one.name,
+                file=plan.source.folder,
+                found=f"others than of {other.name!r}",
+                fix="Load it into a model whose weights are not tied (tie_word_embeddings=False)",
+            )
+
+
+def _uncovered(model: nn.Module, found: Match, target: Target) -> list[str]:
+    """Return the names of tensors on meta that are not loaded, and so have to be computed.
+
+    Raises:
+        SourceError: One of them is a tensor that the checkpoint should have had.
+    """
+    loaded = {fill.spec.name for fill in found.fills}
+    own = {spec.name: name for name, spec in target.specs.items()}
+    own |= {alias: alias for alias in target.aliases}
+    loaded |= {alias for alias, kept in target.aliases.items() if target.specs[kept].name in loaded}
+    on_meta = [raw for raw in tensors_on_meta(model) if strip_wrappers(raw) not in loaded]
+    lacking = [
+        own[name] for raw in on_meta if (name := strip_wrappers(raw)) in own and own[name] not in target.optional
+    ]
+    if lacking:
+        raise SourceError(
+            "tensors on the meta device that the checkpoint lacks",
+            found=listing(lacking),
+            fix="Give them values before loading",
+        )
+    return on_meta
+
+
+def _agree(plan: _Plan, ranks: Sequence[int], operation: Operation, options: str) -> None:
+    """Compare what all ranks are about to load, and into what. Collective.
+
+    Raises:
+        DisagreementError: They differ.
+    """
+    module = sorted((name, spec.shape, str(spec.dtype)) for name, spec in plan.target.specs.items())
+    stored = [(spec.name, spec.shape, str(spec.dtype)) for spec in plan.source.specs]
+    folder = plan.source.folder.name if plan.source.folder is not None else ""
+    cards = operation.agree(f"{folder}, {plan.source.description}, {options} {_digest(stored)} {_digest(module)}")
+    for rank, card in zip(ranks, cards, strict=True):
+        if card != cards[0]:
+            raise DisagreementError(
+                "the ranks would load different checkpoints, or into different models",
+                expected=f"as on rank {ranks[0]}: {cards[0]}",
+                found=f"on rank {rank}: {card}",
+                fix="Give every rank the same path, which leads to the same files, and the same model",
+            )
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, plan: _Plan, operation: Operation, delivered: Delivered) -> None:
+    """Change the values of the module. Collective."""
+    live = LiveSource(model)
+    live.refresh()
+    wanted = {fill.spec.name for fill in plan.match.fills}
+    locals_ = {spec.name: live.rows(spec, *_rows(spec, plan.rank)) for spec in live.specs if spec.name in wanted}
+    plan.reading.read(locals_, operation, delivered)
+    for local in locals_.values():
+        torch.autograd.graph.increment_version(local)
+    operation.agree()
+
+
+def _rows(spec: TensorSpec, rank: int) -> tuple[int, int]:
+    return spec.sharding.box(spec.shape, rank).rows

@@ -1,0 +1,65 @@
+"""What the tests on devices share: a process group, a folder of all ranks, and models sharded on a device mesh."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+OFFLOAD: dict[str, OffloadPolicy] = {
+    "pinned": CPUOffloadPolicy(pin_memory=True),
+    "unpinned": CPUOffloadPolicy(pin_memory=False),
+    "gpu": OffloadPolicy(),
+}
+
+
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder that all ranks share."""
+    names = [str(tmp_path_factory.mktemp("shared"))]
+    dist.broadcast_object_list(names, device=torch.device("cuda"))
+    yield Path(names[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(names[0], ignore_errors=True)
+
+
+def make(*, tied: bool = False, layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=1031,
+        hidden_size=256,
+        intermediate_size=515,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return transformers.Qwen2ForCausalLM(config)
+
+
+def sharded(
+    kind: str, *, tied: bool = False, hsdp: bool = False, by_columns: bool = False, on_meta: bool = False
+) -> Any:
+    with torch.device("meta" if on_meta else "cpu"):
+        model = make(tied=tied)
+    size = dist.get_world_size()
+    shape, names = ((size, 1), ("replicate", "shard")) if hsdp else ((size,), ("shard",))
+    mesh = init_device_mesh("cuda", shape, mesh_dim_names=names)
+    options: dict[str, Any] = {"mesh": mesh}
+    if by_columns:
+        options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % size == 0 else None
+    if kind == "gpu" and not on_meta:
+        model.cuda()
+    for index, layer in enumerate(model.model.layers):
+        policy = OFFLOAD["gpu" if kind == "some" and index else "pinned" if kind == "some" else kind]
+        fully_shard(layer, offload_policy=policy, **options)
+    return fully_shard(model, offload_policy=OFFLOAD["pinned" if kind == "some" else kind], **options)
