@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +16,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from ..compat import local_tensor
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
-from ..spec import Box, Mesh, Sharding, TensorSpec
+from ..spec import Mesh, Sharding, TensorSpec
 
 __all__ = ["LiveSource", "find_ranks", "named_tensors"]
 
@@ -89,22 +88,22 @@ def _ddp_modules(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor as it was read last: how it lies on the ranks, and whether nothing keeps its copies equal."""
+class _Form:
+    """What tensors of one shape that lie on the ranks in one way have in common.
 
-    spec: TensorSpec
+    Attributes:
+        shape: Their global shape.
+        sharding: Who holds which block of them.
+        is_copy: Whether nothing keeps the copies of different ranks equal.
+        local_shape: The shape of this rank's block.
+        device_mesh: Their mesh, which is kept or another one could get its id; None for plain tensors.
+    """
+
+    shape: tuple[int, ...]
+    sharding: Sharding
     is_copy: bool
-    value: weakref.ref[torch.Tensor]
     local_shape: tuple[int, ...]
-
-    def is_of(self, value: torch.Tensor, local: torch.Tensor) -> bool:
-        """Tell whether a tensor is still the one that was read, and has the same block here."""
-        return (
-            self.value() is value
-            and self.spec.dtype == local.dtype
-            and self.spec.shape == value.shape
-            and self.local_shape == local.shape
-        )
+    device_mesh: DeviceMesh | None
 
 
 class LiveSource:
@@ -147,19 +146,20 @@ class LiveSource:
         own = named_tensors(model)
         self.ranks, self.rank = find_ranks(model, own)
         self._replicated = Sharding.replicated(self.ranks)
-        self._shardings: dict[tuple[int, object], tuple[DeviceMesh, Sharding, bool]] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._forms: dict[object, _Form] = {}
+        self._specs: dict[str, TensorSpec] = {}
         self._locals: dict[str, torch.Tensor] = {}
-        devices = [local.device for _, local in self._read(own)]
-        self.specs = tuple(entry.spec for entry in self._entries.values())
-        self.copies = tuple(entry.spec for entry in self._entries.values() if entry.is_copy)
+        facts = [(spec, is_copy, local.device) for spec, is_copy, local in self._read(own)]
+        self._specs = {spec.name: spec for spec, _, _ in facts}
+        self.specs = tuple(self._specs.values())
+        self.copies = tuple(spec for spec, is_copy, _ in facts if is_copy)
         others = [
             name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, torch.Tensor)
         ]
         if others:
             _log.warning("not tensors, and not exported: %s", listing(others))
         device_mesh = self._device_mesh
-        self.device = device or _device(device_mesh, devices)
+        self.device = device or _device(device_mesh, (device for _, _, device in facts))
         where = "whole" if device_mesh is None else f"on {device_mesh.device_type} mesh {self._on_mesh(device_mesh)[0]}"
         name = type(model).__name__.removeprefix("FSDP")
         self.description = f"live {name}, {len(self.specs):,} tensors, {where}"
@@ -170,13 +170,13 @@ class LiveSource:
         Raises:
             SourceError: Names, shapes, dtypes, shardings or ties are not those that were planned.
         """
-        locals_ = dict(self._read(named_tensors(self._model)))
-        specs = tuple(entry.spec for entry in self._entries.values())
+        now = list(self._read(named_tensors(self._model)))
+        specs = tuple(spec for spec, _, _ in now)
         changed = set(specs) ^ set(self.specs) if specs != self.specs else None
         if changed:
             names = listing({spec.name for spec in changed})
             raise SourceError(f"the module is not the one that was planned: {names} changed", fix="Make a new Exporter")
-        self._locals = locals_
+        self._locals = {spec.name: local for spec, _, local in now}
 
     def close(self) -> None:
         """Forget the module's memory, which may be freed now: training often moves it away between two walks."""
@@ -187,14 +187,14 @@ class LiveSource:
         local = self._locals[spec.name]
         if not spec.shape:
             return local
-        begin = self._box(spec).start[0] if spec.sharding.cuts else 0
+        begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
 
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
         """Return None: rows are in memory."""
 
-    def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's block of every tensor, and make `_entries` anew, from the earlier ones where they hold."""
+    def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, bool, torch.Tensor]]:
+        """Yield every tensor, whether nothing keeps its copies equal, and this rank's block."""
         self._device_mesh = _largest_mesh(own.values())
         for alias, name in self._aliases.items():
             if own.pop(alias, None) is not own.get(name):
@@ -202,16 +202,19 @@ class LiveSource:
                 raise SourceError(what, fix="Make a new Exporter")
         values = own if self._values is None else self._replaced(own, self._values)
         buffers = {name for name, value in own.items() if not isinstance(value, nn.Parameter)}
-        earlier, self._entries = self._entries, {}
-        with torch.no_grad():
-            for name, value in values.items():
-                local = _local(name, value)
-                entry = earlier.get(name)
-                if entry is None or not entry.is_of(value, local):
-                    entry = self._entry(name, value, local, is_buffer=name in buffers)
-                self._entries[name] = entry
+        for name, value in values.items():
+            local, form = _local(name, value), self._form(name, value)
+            if local.shape != form.local_shape:
+                if 0 not in form.shape:
+                    what, found = "a local tensor of another shape", tuple(local.shape)
+                    raise SourceError(what, name=name, expected=form.local_shape, found=found)
                 # Of a tensor without bytes FSDP2 keeps a shard of another shape.
-                yield name, local if entry.spec.num_bytes else local.new_empty(self._box(entry.spec).shape)
+                local = local.new_empty(form.local_shape)
+            facts = form.shape, local.dtype, form.sharding, name in buffers
+            spec = self._specs.get(name)
+            if spec is None or facts != (spec.shape, spec.dtype, spec.sharding, spec.is_buffer):
+                spec = TensorSpec(name, *facts)
+            yield spec, form.is_copy, local
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
@@ -231,30 +234,24 @@ class LiveSource:
             _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
         return {name: _replacement(name, tensor, given.get(name)) for name, tensor in own.items()}
 
-    def _entry(self, name: str, value: torch.Tensor, local: torch.Tensor, *, is_buffer: bool) -> _Entry:
-        sharding, is_copy = self._replicated, len(self.ranks) > 1
-        if isinstance(value, DTensor):
-            sharding, is_copy = self._sharding(value.device_mesh, value.placements, name)
-        spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, is_buffer)
-        expected, found = self._box(spec).shape, tuple(local.shape)
-        if spec.num_bytes and expected != found:
-            raise SourceError("a local tensor of another shape", name=name, expected=expected, found=found)
-        return _Entry(spec, is_copy, weakref.ref(value), found)
+    def _form(self, name: str, value: torch.Tensor) -> _Form:
+        device_mesh = value.device_mesh if isinstance(value, DTensor) else None
+        key = (id(device_mesh), value.placements, value.shape) if isinstance(value, DTensor) else value.shape
+        form = self._forms.get(key)
+        if form is None:
+            shape, (sharding, is_copy) = tuple(value.shape), self._sharding(name, value)
+            form = _Form(shape, sharding, is_copy, sharding.box(shape, self.rank).shape, device_mesh)
+            self._forms[key] = form
+        return form
 
-    def _box(self, spec: TensorSpec) -> Box:
-        return spec.sharding.box(spec.shape, self.rank)
-
-    def _sharding(self, device_mesh: DeviceMesh, placements: Sequence[Any], name: str) -> tuple[Sharding, bool]:
-        """Return how tensors on a mesh lie on the ranks, and whether only some of its axes are theirs."""
-        key = id(device_mesh), placements
-        if key not in self._shardings:
-            mesh, axes = self._on_mesh(device_mesh, name)
-            own = dict(zip(axes, placements, strict=True))
-            everywhere = [own.get(axis, Replicate()) for axis in range(len(mesh.shape))]
-            sharding = Sharding.from_placements(mesh, everywhere, name)
-            # The mesh is kept with it, or another one could get its id.
-            self._shardings[key] = device_mesh, sharding, len(axes) < len(mesh.shape)
-        return self._shardings[key][1:]
+    def _sharding(self, name: str, value: torch.Tensor) -> tuple[Sharding, bool]:
+        """Return how a tensor lies on the ranks, and whether nothing keeps its copies equal."""
+        if not isinstance(value, DTensor):
+            return self._replicated, len(self.ranks) > 1
+        mesh, axes = self._on_mesh(value.device_mesh, name)
+        own = dict(zip(axes, value.placements, strict=True))
+        everywhere = [own.get(axis, Replicate()) for axis in range(len(mesh.shape))]
+        return Sharding.from_placements(mesh, everywhere, name), len(axes) < len(mesh.shape)
 
     def _on_mesh(self, device_mesh: DeviceMesh, name: str | None = None) -> tuple[Mesh, tuple[int, ...]]:
         """Return a mesh of all ranks, and which of its axes are those of a device mesh.
@@ -310,9 +307,9 @@ def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
         raise UsageError("no tensor in state_dict", name=name, found=type(value).__name__)
     expected = own.shape
     if isinstance(own, DTensor) and not isinstance(value, DTensor):
-        with torch.no_grad():
-            expected = own.to_local().shape
-            if value.shape == expected:
+        expected = local_tensor(own).shape
+        if value.shape == expected:
+            with torch.no_grad():
                 mesh, placements = own.device_mesh, own.placements
                 return DTensor.from_local(
                     value, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
@@ -324,10 +321,10 @@ def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
 
 
 def _local(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's block of a tensor, which is in the module's memory. Call it under `no_grad`."""
+    """Return this rank's block of a tensor, which is in the module's memory."""
     if is_lazy(value):
         raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
-    local = (value.to_local() if isinstance(value, DTensor) else value).detach()
+    local = local_tensor(value) if isinstance(value, DTensor) else value.detach()
     if local.is_meta:
         raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
     if type(local) is not torch.Tensor:
