@@ -6,10 +6,10 @@ inputs, and all of others.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,6 +95,14 @@ class Part:
     info: TensorInfo
     rows: Rows
     inner: tuple[int, tuple[int, ...]] | None = None
+
+    def is_all_of(self, spec: TensorSpec) -> bool:
+        """Tell whether the output is the whole input as it is, but for its name and dtype."""
+        return self.rows == (0, spec.num_rows) and self.info.shape == spec.shape and self.inner is None
+
+    def of_all(self, inputs: Sequence[torch.Tensor], first_row: int) -> Iterator[Piece]:
+        """Convert rows of an input of which this output is all."""
+        yield Piece(self.info, first_row, inputs[0].to(self.info.dtype).contiguous())
 
     def within(self, first: int, stop: int) -> tuple[int, Rows] | None:
         """Return where in the output those of its rows begin that a range has, and which rows of the input they are.
@@ -213,33 +221,37 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
     """
     outputs = tuple(part.info for part in parts)
     dtype = outputs[0].dtype
-    is_copy = len(parts) == 1 and parts[0] == Part(outputs[0], (0, spec.num_rows)) and outputs[0].shape == spec.shape
-
-    def convert(inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
-        rows = inputs[0]
-        if is_copy:
-            yield Piece(outputs[0], first_unit, rows.to(dtype).contiguous())
-            return
-        rows = rows.contiguous()
-        if is_unitwise and rows.dim():
-            for unit in range(first_unit, first_unit + rows.shape[0]):
-                for part in by_unit[unit]:
-                    yield Piece(part.info, 0, part.of_row(rows, unit - first_unit).to(dtype).contiguous())
-            return
+    is_unitwise = all(part.rows[1] - part.rows[0] == 1 for part in parts)
+    convert: Convert
+    if len(parts) == 1 and parts[0].is_all_of(spec):
+        convert = parts[0].of_all
+    elif is_unitwise and spec.shape:
+        by_unit: dict[int, list[Part]] = {}
         for part in parts:
-            inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
-            if inside is not None:
-                first_row, (low, high) = inside
-                tensor = part.of_rows(rows, low - first_unit, high - first_unit)
-                yield Piece(part.info, first_row, tensor.to(dtype).contiguous())
-
-    narrows = dtype.itemsize < spec.dtype.itemsize
-    is_unitwise = all(stop - first == 1 for first, stop in (part.rows for part in parts))
-    by_unit: dict[int, list[Part]] = defaultdict(list)
-    for part in parts if is_unitwise else ():
-        by_unit[part.rows[0]].append(part)
-    read_dtype = dtype if narrows else None
+            by_unit.setdefault(part.rows[0], []).append(part)
+        convert = partial(_cut_units, by_unit)
+    else:
+        convert = partial(_cut_rows, parts)
+    read_dtype = dtype if dtype.itemsize < spec.dtype.itemsize else None
     return Step((spec,), outputs, spec.num_rows, read_dtype, convert, parts=parts, is_unitwise=is_unitwise)
+
+
+def _cut_units(parts: Mapping[int, Sequence[Part]], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
+    """Convert to parts of single rows, which are given by their row."""
+    rows = inputs[0].contiguous()
+    for row in range(rows.shape[0]):
+        for part in parts.get(first_unit + row, ()):
+            yield Piece(part.info, 0, part.of_row(rows, row).to(part.info.dtype).contiguous())
+
+
+def _cut_rows(parts: Sequence[Part], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
+    rows = inputs[0].contiguous()
+    for part in parts:
+        inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
+        if inside is not None:
+            first_row, (low, high) = inside
+            tensor = part.of_rows(rows, low - first_unit, high - first_unit)
+            yield Piece(part.info, first_row, tensor.to(part.info.dtype).contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,6 +275,12 @@ class Window:
     def num_bytes(self) -> int:
         """Bytes of the inputs."""
         return self.num_units * self.step.unit_bytes + (self.step.whole_bytes if self.blocks else 0)
+
+    def between(self, begin: int, end: int) -> Window:
+        """Return the units `begin` to before `end` of this window."""
+        if (begin, end) == (0, self.num_units):
+            return self
+        return Window(self.step, tuple(rows for _, rows in self.part(begin, end)))
 
     def part(self, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
         """Yield where in the inputs, and which units, the units `begin` to before `end` of this window are."""
