@@ -19,14 +19,16 @@ from typing import TYPE_CHECKING
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .api import export_checkpoint, save_checkpoint
+    from .api import compare_checkpoints, export_checkpoint, save_checkpoint
     from .errors import ExportError
     from .exporter import Exporter
     from .pending import PendingSave
     from .sinks.base import MemorySink, Sink
     from .sinks.huggingface import Report
+    from .verification import Comparison
 
 __all__ = [
+    "Comparison",
     "ExportError",
     "Exporter",
     "MemorySink",
@@ -34,18 +36,21 @@ __all__ = [
     "Report",
     "Sink",
     "__version__",
+    "compare_checkpoints",
     "export_checkpoint",
     "save_checkpoint",
 ]
 
 # Loaded at first use: `fsdp-export --help` must not wait for torch.
 _MODULES = {
+    "Comparison": "verification",
     "ExportError": "errors",
     "Exporter": "exporter",
     "MemorySink": "sinks.base",
     "PendingSave": "pending",
     "Report": "sinks.huggingface",
     "Sink": "sinks.base",
+    "compare_checkpoints": "api",
     "export_checkpoint": "api",
     "save_checkpoint": "api",
 }

@@ -10,12 +10,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from .comparing import open_two
 from .exporter import Exporter
 from .opening import open_checkpoint
 from .pending import PendingSave
 from .sinks.huggingface import Report
+from .verification import Comparison
 
-__all__ = ["export_checkpoint", "save_checkpoint"]
+__all__ = ["compare_checkpoints", "export_checkpoint", "save_checkpoint"]
 
 
 @overload
@@ -158,3 +160,62 @@ def export_checkpoint(
             raise error
         report = replace(report, verification=verification)
     return replace(report, notes=[*checkpoint.notes, *report.notes])
+
+
+def compare_checkpoints(
+    first: str | PathLike[str],
+    second: str | PathLike[str],
+    *,
+    base_model: str | PathLike[str] | None = None,
+    prefix: str | None = None,
+    dtype: str | torch.dtype = "keep",
+    keep_dtype: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    adapter: Any = None,
+    trust_remote_code: bool = False,
+    lora: str = "auto",
+    device: torch.device | str | None = None,
+) -> Comparison:
+    """Compare two checkpoints on disk: names, shapes, dtypes, and every value. Needs no process group, GPU or model.
+
+    Each is read as an export would read it, so that a sharded checkpoint of a model equals its exported folder. Where
+    only one of them has a config, it stands in for that of the other. Names of tied tensors are one tensor, and may be
+    missing. Bytes are compared, or values in float64 where dtypes differ. No more is held in memory than a few rows.
+
+    Args:
+        first: What is expected: a checkpoint in any layout that docs/sources.md lists, a folder above it, or the folder
+            of an adapter of PEFT.
+        second: What is compared with it.
+        base_model: Where the config of both is taken from: a folder or a hub id.
+        prefix: What the names of the first one's model begin with; default: found by itself.
+        dtype: What floating tensors of both are cast to before they are compared; see `export_checkpoint`.
+        keep_dtype: Patterns of names whose tensors are not cast.
+        include: Patterns of names to compare.
+        exclude: Patterns of names to leave out.
+        adapter: Turns the first one's names and tensors into those of the second; see `export_checkpoint`.
+        trust_remote_code: Whether the code that a config names may be run.
+        lora: What becomes of a PEFT model's state dict; see `export_checkpoint`.
+        device: Where tensors are converted; default: the CPU.
+
+    Returns:
+        What came of it. A difference is no exception; `error()` returns one to raise.
+
+    Raises:
+        ExportError: One of them cannot be read.
+    """
+    one, other = open_two(
+        first,
+        second,
+        base_model=base_model,
+        prefix=prefix,
+        dtype=dtype,
+        keep_dtype=keep_dtype,
+        include=include,
+        exclude=exclude,
+        adapter=adapter,
+        trust_remote_code=trust_remote_code,
+        lora=lora,
+        device=device,
+    )
+    return one.compare(other)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 
@@ -14,12 +14,15 @@ from .fence import Fence
 from .layout import FileLayout
 from .paths import is_file
 from .publish import files_replaced_by
+from .rows import PlannedRows
 from .sidecars.sidecar import Sidecars
 from .sinks.compare import CompareSink
 from .sinks.huggingface import ADAPTER_FILE, Report, fitted, folder_layouts, folder_sink
+from .sinks.pairing import Tie
+from .sinks.verify import VerifySink
 from .sources.hf_folder import HfFolderSource
 from .sources.stored import StoredSource
-from .verification import Verification
+from .verification import Comparison, Verification
 from .walk import Delivered
 
 __all__ = ["OpenedCheckpoint"]
@@ -39,6 +42,7 @@ class OpenedCheckpoint:
         is_lora: Whether it is exported as a LoRA adapter and no model.
         has_lora: Whether there is LoRA in it.
         lacks: Why there is no config for the adapter; None if there is one.
+        declared_ties: Names that the config declares to be tied, whether they are there or not, each with that kept.
     """
 
     source: StoredSource
@@ -50,6 +54,7 @@ class OpenedCheckpoint:
     is_lora: bool = False
     has_lora: bool = False
     lacks: SourceError | None = None
+    declared_ties: Mapping[str, str] = field(default_factory=dict)
 
     def files(self, *, format: str = "auto", max_shard_size: int | str = "5GB") -> list[FileLayout]:  # noqa: A002
         """Return the files that `save` would write."""
@@ -109,20 +114,46 @@ class OpenedCheckpoint:
             ExportError: The source cannot be read on some rank; the same error is raised on all.
         """
         folder, started = Path(path), time.perf_counter()
-        sink = CompareSink(folder, lambda: _written(folder, is_lora=self.is_lora))
+        sink = VerifySink(folder, lambda: _written(folder, is_lora=self.is_lora))
         try:
-            self.exporter.send(sink, delivered=delivered)
+            cards = self._send_to(sink, delivered)
         except ComparisonError as error:
             plan, seconds = self.exporter.plan, time.perf_counter() - started
             return Verification(folder, len(plan.outputs), plan.num_bytes, seconds, failure=str(error))
-        with Fence(self.source.ranks, self.source.rank).operation("OpenedCheckpoint.verify") as operation:
-            cards = operation.agree(sink.card())
-        return sink.verification(cards, time.perf_counter() - started)
+        return sink.verification(cards, time.perf_counter() - started, self.source.folder)
+
+    def compare(self, other: OpenedCheckpoint, *, delivered: Delivered = lambda _: None) -> Comparison:
+        """Compare every tensor with that of another checkpoint, both as `save` would convert them. Collective.
+
+        Nothing is held in memory but the rows that are compared, and what a conversion needs whole.
+
+        Args:
+            other: The other checkpoint, opened for the same ranks.
+            delivered: Called with the bytes that this rank has just compared.
+
+        Returns:
+            What came of it, the same on every rank. A difference is no exception.
+
+        Raises:
+            ExportError: One of the two cannot be read on some rank; the same error is raised on all.
+        """
+        started, plan = time.perf_counter(), other.exporter.plan
+        names = {output.name for each in (self, other) for output in each.exporter.plan.outputs}
+        ties = [tie for tie in dict.fromkeys([*_ties(self), *_ties(other)]) if not names.isdisjoint(tie)]
+        sink = CompareSink(other.source.folder or Path(), lambda: PlannedRows(plan, other.source), ties)
+        cards = self._send_to(sink, delivered)
+        return sink.comparison(cards, time.perf_counter() - started, self.source.folder)
 
     @property
     def fitted_sidecars(self) -> Sidecars:
         """The sidecars, with a config that is true to the tensors."""
         return fitted(self.sidecars, self.exporter.plan)
+
+    def _send_to(self, sink: CompareSink, delivered: Delivered) -> list[str]:
+        """Compare everything; return what each rank found."""
+        self.exporter.send(sink, delivered=delivered)
+        with Fence(self.source.ranks, self.source.rank).operation("comparing") as operation:
+            return operation.agree(sink.card())
 
     def _provenance(self) -> dict[str, object]:
         facts, base = self.exporter.provenance(), self.sidecars.base_model
@@ -151,3 +182,18 @@ def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
     """Open the files of an export, whatever else lies in the folder."""
     names = (ADAPTER_FILE,) if is_lora else ("model.safetensors.index.json", "model.safetensors")
     return HfFolderSource(next((folder / name for name in names if is_file(folder / name)), folder))
+
+
+def _ties(checkpoint: OpenedCheckpoint) -> Iterator[Tie]:
+    """Yield the names that are tied, as the config has it and as bytes that are stored once have it."""
+    plan = checkpoint.exporter.plan
+    yield from checkpoint.declared_ties.items()
+    yield from plan.aliases
+    names: dict[str, str] = {}
+    for step in plan.steps:
+        is_copy = len(step.inputs) == len(step.parts) == 1 and step.parts[0].inner is None
+        if is_copy and step.inputs[0].num_bytes:
+            names[step.inputs[0].name] = step.outputs[0].name
+    for group in checkpoint.source.stored_once():
+        kept, *others = [names[name] for name in group if name in names] or [""]
+        yield from ((name, kept) for name in others)

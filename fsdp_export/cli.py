@@ -6,24 +6,24 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from . import __version__
+from .cli_checks import OPENING, check_combination, check_effect, given_options
 from .console import exit_codes, leave, logged, quiet_libraries, stdout_kept_for_json
 from .errors import ComparisonError, UsageError
-from .launch import joined_group, launched_ranks, speaks
+from .launch import Group, joined_group, launched_ranks, speaks
 from .sizes import is_size
 
 if TYPE_CHECKING:
     from .checkpoint import OpenedCheckpoint
+    from .progress import Progress
     from .sidecars.sidecar import Sidecars
     from .sinks.huggingface import Report
     from .sources.stored import StoredSource
@@ -36,6 +36,7 @@ Examples:
   fsdp-export run/step-500 --out ckpt/ --base-model Qwen/Qwen2.5-7B
   fsdp-export --out ckpt/                    the newest checkpoint below this folder
   fsdp-export run/step-500 --dry-run         what is in it
+  fsdp-export --compare run/step-500 ckpt/   names, shapes, dtypes, values
   torchrun --nproc-per-node 8 -m fsdp_export run/step-500 --out ckpt/
   fsdp-export --demo --out ckpt/             trains a tiny model and exports it
 
@@ -67,12 +68,6 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
         if not is_size(value):
             self.fail(f"{value!r} is no size: give bytes, or a number with KB, MB, GB or TB (decimal).", param, ctx)
         return int(value) if value.isdecimal() else value
-
-
-_OPENING = (
-    *("base_model", "prefix", "dtype", "keep_dtype", "include", "exclude"),
-    *("adapter", "trust_remote_code", "lora", "device"),
-)
 
 
 @click.command(
@@ -121,6 +116,14 @@ _OPENING = (
 @click.option("--overwrite", is_flag=True, help="Replace weights in DIR that fsdp-export did not write.")
 @click.option("--fsync/--no-fsync", default=True, help="Wait until the disk has the bytes.  [default: fsync]")
 @click.option("--verify", is_flag=True, help="Read back what was written, and compare every tensor with SOURCE.")
+@click.option("--verify-only", is_flag=True, help="Write nothing: compare what DIR has with SOURCE, as --verify does.")
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Path(path_type=Path),
+    metavar="A B",
+    help="Compare two checkpoints, each as an export would name and convert it; exit code 3 if they differ.",
+)
 @click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing.")
 @click.option("--smoke-test", metavar="PROMPT", help="Load the result with transformers and continue this text.")
 @click.option("--demo", is_flag=True, help="Train a tiny model on two ranks, export it, and check the result.")
@@ -128,7 +131,7 @@ _OPENING = (
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing but warnings and errors.")
 @click.version_option(__version__, "-V", "--version", prog_name="fsdp-export")
 def main(**options: Any) -> None:
-    """Export a sharded FSDP2 checkpoint as a Hugging Face or safetensors folder.
+    """Export a sharded FSDP2 checkpoint as a Hugging Face or safetensors folder, or compare two.
 
     SOURCE is a sharded checkpoint, or a folder above it, whose newest complete step is taken. Default: this folder.
     The old content of DIR stays until the new one is complete.
@@ -139,14 +142,24 @@ def main(**options: Any) -> None:
     is_speaker = speaks(os.environ)
     quiet_libraries(silent=options["quiet"] or not is_speaker)
     with exit_codes(lambda: is_speaker), logged(enabled=is_speaker):
-        given = _given(click.get_current_context())
-        _check_combination(given, options)
+        given = given_options(click.get_current_context())
+        check_combination(given, options)
         with stdout_kept_for_json() if options["as_json"] else nullcontext():
-            result = _run_demo(options) if options["demo"] else _export(options, given)
+            result = _run(options, given)
         if options["as_json"] and result is not None:
             click.echo(json.dumps(result))
-        if result is not None and (error := result.get("verified", {}).get("error")) is not None:
+        errors = (result[key]["error"] for key in ("verified", "compared") if result is not None and key in result)
+        if (error := next(errors, None)) is not None:
             raise ComparisonError(error)
+
+
+def _run(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any] | None:
+    """Do it; return what `--json` prints, on the rank that prints."""
+    if options["demo"]:
+        return _run_demo(options)
+    with joined_group() as group, exit_codes(lambda: group.is_first_to("speak of an error")):
+        do = _compare if options["compare"] is not None else _export
+        return do(options, given, group)
 
 
 def _run_demo(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,35 +172,28 @@ def _run_demo(options: Mapping[str, Any]) -> dict[str, Any]:
     return run_demo(options["out"], prompt=options["smoke_test"], overwrite=options["overwrite"], say=say)
 
 
-def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any] | None:
-    """Do it; return what `--json` prints, on the rank that prints."""
+def _export(options: Mapping[str, Any], given: Mapping[str, str], group: Group) -> dict[str, Any] | None:
     from .opening import open_checkpoint
-    from .progress import Progress
 
-    with joined_group() as group, exit_codes(lambda: group.is_first_to("speak of an error")):
-        say = _speaker(options, is_lead=group.is_lead)
-        checkpoint = open_checkpoint(
-            options["source"] or Path.cwd(),
-            ranks=group.ranks,
-            rank=group.rank,
-            format=options["format_"],
-            **{name: options[name] for name in _OPENING},
-        )
-        say(_found(checkpoint.source))
-        _check_effect(checkpoint, given, options)
-        writes_sidecars = options["format_"] != "safetensors"
-        for note in (*(_origins(checkpoint.sidecars) if writes_sidecars else ()), *checkpoint.notes):
-            say(note)
-        choices = {"format": options["format_"], "max_shard_size": options["max_shard_size"] or "5GB"}
-        if options["dry_run"]:
-            return _show_plan(checkpoint, say, choices) if group.is_lead else None
-        show = partial(
-            Progress,
-            checkpoint.exporter.plan.num_bytes,
-            len(group.ranks),
-            quiet=options["quiet"] or not group.is_lead,
-        )
-        with show() as progress:
+    say = _speaker(options, is_lead=group.is_lead)
+    checkpoint = open_checkpoint(
+        options["source"] or Path.cwd(),
+        ranks=group.ranks,
+        rank=group.rank,
+        format=options["format_"],
+        **{name: options[name] for name in OPENING},
+    )
+    say(_found(checkpoint.source))
+    check_effect(checkpoint, given, options)
+    writes_sidecars = options["format_"] != "safetensors"
+    for note in (*(_origins(checkpoint.sidecars) if writes_sidecars else ()), *checkpoint.notes):
+        say(note)
+    choices = {"format": options["format_"], "max_shard_size": options["max_shard_size"] or "5GB"}
+    if options["dry_run"]:
+        return _show_plan(checkpoint, say, choices) if group.is_lead else None
+    report, verification = None, None
+    if not options["verify_only"]:
+        with _progress(checkpoint, options, group) as progress:
             report = checkpoint.save(
                 options["out"],
                 overwrite=options["overwrite"],
@@ -195,11 +201,49 @@ def _export(options: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, A
                 delivered=progress,
                 **choices,
             )
-        if options["verify"]:
-            with show(doing="verifying", then="waiting for the other ranks") as progress:
-                verification = checkpoint.verify(options["out"], delivered=progress)
-            report = replace(report, verification=verification)
-    return _finish(checkpoint, report, say, options) if group.is_lead else None
+    if options["verify"] or options["verify_only"]:
+        with _progress(checkpoint, options, group, "verifying") as progress:
+            verification = checkpoint.verify(options["out"], delivered=progress)
+    if not group.is_lead:
+        return None
+    if report is not None:
+        return _finish(checkpoint, replace(report, verification=verification), say, options)
+    assert verification is not None
+    for line in verification.lines():
+        say(line)
+    return {**_json_of_source(checkpoint), "notes": checkpoint.notes, "verified": verification.as_json()}
+
+
+def _compare(options: Mapping[str, Any], given: Mapping[str, str], group: Group) -> dict[str, Any] | None:
+    from .comparing import open_two
+
+    say = _speaker(options, is_lead=group.is_lead)
+    chosen = {name: options[name] for name in OPENING}
+    if "dtype" not in given:  # what narrows both would hide how they differ
+        chosen["dtype"] = "keep"
+    both = open_two(*options["compare"], ranks=group.ranks, rank=group.rank, **chosen)
+    for checkpoint in both:
+        for line in (_found(checkpoint.source), *checkpoint.notes):
+            say(line)
+    with _progress(both[0], options, group, "comparing") as progress:
+        comparison = both[0].compare(both[1], delivered=progress)
+    if not group.is_lead:
+        return None
+    for line in comparison.lines():
+        say(line)
+    sources = [{**_json_of_source(checkpoint), "notes": checkpoint.notes} for checkpoint in both]
+    return {"checkpoints": sources, "compared": comparison.as_json()}
+
+
+def _progress(
+    checkpoint: OpenedCheckpoint, options: Mapping[str, Any], group: Group, doing: str | None = None
+) -> Progress:
+    """Return what shows how far an export is, or a comparison, which ends with the slowest rank and not the disk."""
+    from .progress import Progress
+
+    words = {} if doing is None else {"doing": doing, "then": "waiting for the other ranks"}
+    quiet = options["quiet"] or not group.is_lead
+    return Progress(checkpoint.exporter.plan.num_bytes, len(group.ranks), quiet=quiet, **words)
 
 
 def _finish(
@@ -280,55 +324,3 @@ def _speaker(options: Mapping[str, Any], *, is_lead: bool) -> Callable[[str], No
                 click.echo(line, err=options["as_json"])
 
     return say
-
-
-def _given(context: click.Context) -> dict[str, str]:
-    """Return what stands on the command line, and how it is spelled there."""
-    spelled = {}
-    for parameter in context.command.params:
-        if parameter.name and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE:
-            is_negated = context.params[parameter.name] is False
-            names = parameter.secondary_opts if is_negated else parameter.opts
-            spelled[parameter.name] = max(names, key=len) if isinstance(parameter, click.Option) else "SOURCE"
-    return spelled
-
-
-def _check_combination(given: Mapping[str, str], options: Mapping[str, Any]) -> None:
-    """Refuse what is missing and what would have no effect, as far as the options tell."""
-    if options["demo"]:
-        works = {"out", "overwrite", "smoke_test", "demo", "as_json", "quiet"}
-        _refuse(given, given.keys() - works, "--demo")
-    if options["dry_run"]:
-        idle = {"device", "overwrite", "fsync", "verify", "smoke_test"} | (set() if options["as_json"] else {"quiet"})
-        _refuse(given, idle, "--dry-run")
-    if options["format_"] == "safetensors":
-        _refuse(given, {"max_shard_size", "smoke_test"}, "--format safetensors")
-    if options["dtype"] == "keep":
-        _refuse(given, {"keep_dtype"}, "--dtype keep")
-    if options["out"] is None and not options["dry_run"]:
-        fix = "Give --out DIR; or --dry-run to see what would be written, or --demo --out DIR to try it"
-        raise UsageError("no folder to write to", fix=fix)
-    if str(options["out"]).startswith("-"):
-        raise UsageError(
-            "--out has no folder", found=options["out"], fix="For a folder of this name, give ./ before it"
-        )
-    if options["smoke_test"] is not None and not options["smoke_test"].strip():
-        raise UsageError("--smoke-test has no text to continue", fix="Give the beginning of a sentence")
-
-
-def _check_effect(checkpoint: OpenedCheckpoint, given: Mapping[str, str], options: Mapping[str, Any]) -> None:
-    """Refuse what has no effect on this checkpoint."""
-    if options["format_"] == "safetensors" and not checkpoint.heeds_config:
-        _refuse(given, {"base_model"}, "--format safetensors, where its config decides on no dtype and no tied weight")
-    if not checkpoint.has_lora:
-        _refuse(given, {"lora"}, "a checkpoint without LoRA")
-    if checkpoint.is_lora:
-        _refuse(given, {"max_shard_size", "smoke_test"}, "a LoRA adapter, which is one file that its base model loads")
-    elif options["format_"] == "auto" and checkpoint.sidecars.config is None:
-        _refuse(given, {"max_shard_size", "smoke_test"}, "one safetensors file, which it is without a config")
-
-
-def _refuse(given: Mapping[str, str], idle: Iterable[str], cause: str) -> None:
-    for name in given:
-        if name in idle:
-            raise UsageError(f"{given[name]} has no effect with {cause}", fix="Leave one of them out")

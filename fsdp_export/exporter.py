@@ -33,6 +33,7 @@ from .sinks.huggingface import Report, folder_sink
 from .sinks.staged import StagedSink, Staging, check_staging, prepare
 from .sources.base import Source
 from .sources.live import find_ranks
+from .transfer.buckets import Bucket, Packer, lay_out
 from .walk import Delivered, gathered_pieces, run
 
 __all__ = ["Exporter"]
@@ -148,7 +149,7 @@ class Exporter:
         """Return what the record of an export says of its source and of the choices made here. Local."""
         return self._planning.provenance()
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, *, aliases: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in the order of the plan's steps, on the device.
 
         The experts of a fused tensor come a bucket at a time, and never all of it is held.
@@ -157,15 +158,46 @@ class Exporter:
         rank that leaves early ends it: the others raise. The tensors belong to the consumer. Peak device memory: two
         buckets and what the consumer keeps.
 
+        Args:
+            aliases: Whether a tied tensor comes once more, the same one, under each of its other names.
+
         Raises:
             ExportError: As `send`.
         """
         with self._fence.operation("Exporter.tensors") as operation, closing(self.source) as source:
             self._prepare(operation, "everyone", gather_all=True)
-            for piece in gathered_pieces(self.plan, source, operation, self.bucket_bytes):
+            for piece in gathered_pieces(self.plan, source, operation, self.bucket_bytes, aliases=aliases):
                 operation.check()
                 yield piece.info.name, piece.tensor
                 del piece
+
+    def buckets(self, max_bytes: int = 512 << 20, *, align: int = 256) -> Iterator[Bucket]:
+        """Yield every tensor whole, laid with others into buckets of bytes on the device. Otherwise as `tensors`.
+
+        The tensors of one module are never split between two buckets.
+
+        Args:
+            max_bytes: Bytes of a bucket; a module with more than that has a larger one of its own.
+            align: Tensors begin at multiples of this many bytes. With 1 nothing lies between them, and the wider
+                dtypes come first.
+
+        Raises:
+            ExportError: As `send`.
+            UsageError: A number is not positive.
+        """
+        if min(max_bytes, align) <= 0:
+            raise UsageError("buckets of no size", expected="positive numbers of bytes", found=min(max_bytes, align))
+        with self._fence.operation("Exporter.buckets") as operation, closing(self.source) as source:
+            self._prepare(operation, "everyone", gather_all=True, options=f" max_bytes={max_bytes} align={align}")
+            outputs = self.plan.in_order_of_delivery(self.bucket_bytes).outputs
+            packer = Packer(lay_out(outputs, max_bytes, align=align), _new_buffer)
+            for piece in gathered_pieces(self.plan, source, operation, self.bucket_bytes):
+                bucket = packer.add(piece.info, piece.tensor)
+                del piece
+                if bucket is not None:
+                    operation.check()
+                    yield bucket
+                    del bucket
 
     def send(self, sink: Sink, *, delivered: Delivered = lambda _: None, gather_all: bool = False) -> None:
         """Deliver everything to a sink, all or nothing. Collective: every rank must call this.
@@ -312,11 +344,15 @@ class Exporter:
         default = _CPU_BUCKET_BYTES if self.source.device.type == "cpu" else _BUCKET_BYTES
         return self._bucket_bytes or default
 
-    def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool) -> None:
+    def _prepare(self, operation: Operation, delivery: Delivery, *, gather_all: bool, options: str = "") -> None:
         seen = self._planning.refresh(operation)
-        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}{seen}"
+        options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}{options}{seen}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)
+
+
+def _new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _weak(method: Callable[[], _T]) -> Callable[[], _T]:

@@ -12,111 +12,134 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from .compat import all_gather_into
+from .compat import all_gather_into, sent_together
 from .memory import bytes_of
 from .spec import Mesh, Sharding, TensorSpec
 from .steps import Rows
 
-__all__ = ["Block", "Gather", "Groups"]
+__all__ = ["Axis", "Gather", "GatherPlan", "Groups", "Slice"]
 
-Groups = Mapping[tuple[Mesh, int], dist.ProcessGroup]
+Axis = tuple[Mesh, int]
+"""An axis of a mesh."""
+Groups = Mapping[Axis, dist.ProcessGroup]
 """The process group along an axis of a mesh."""
 
-# Below this many bytes a collective costs more than the copies in and out of a shared one (measured, NVLink and gloo).
-_SMALL_BYTES = 4 << 20
+# Below this many gathered bytes a collective costs more than the copies in and out of a shared one (measured, NVLink).
+_SMALL_BYTES = 32 << 20
+_BATCH_BYTES = 128 << 20
+# Copied as they are; what else there is (fp8, unsigned types) as bytes.
+_COPIED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """What this rank holds of the rows that are gathered of one tensor.
+class Slice:
+    """What is gathered of one tensor.
 
     Attributes:
         spec: The tensor.
         rows: Disjoint ascending ranges of its rows; they are gathered as if they were all of it.
-        local: This rank's block of those rows, contiguous, in the dtype to gather, on the device of the groups.
+        dtype: The dtype in which it is gathered.
     """
 
     spec: TensorSpec
     rows: tuple[Rows, ...]
-    local: torch.Tensor
+    dtype: torch.dtype
 
-    def sizes_along(self, cut: int, rank: int) -> tuple[int, ...]:
-        """Return the sizes, in the dim of a cut, of the blocks that the ranks along its axis hold."""
-        return _sizes_along(self.spec.sharding, self.spec.shape, self.rows, cut, rank)
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to gather."""
+        return not self.spec.num_bytes or not _num_rows(self.rows)
 
-    def empty(self) -> torch.Tensor:
-        """Return the gathered rows of a tensor without bytes."""
-        num_rows = sum(stop - first for first, stop in self.rows)
-        return self.local.new_empty((num_rows, *self.spec.shape[1:]))
+    def held(self, rank: int) -> tuple[Rows, ...]:
+        """Return which of the rows a rank has a block of; one range without rows if it has none."""
+        first, stop = self.spec.sharding.box(self.spec.shape, rank).rows
+        held = ((max(low, first), min(high, stop)) for low, high in self.rows)
+        return tuple(rows for rows in held if rows[0] < rows[1]) or ((first, first),)
 
 
-class Gather:
-    """The gather of one bucket: allocated here, sent by `launch`.
+class GatherPlan:
+    """How slices come from all ranks to all ranks: made once, and used for every gather of these slices.
 
     Args:
-        blocks: This rank's blocks. Every rank of the mesh gathers the same rows of the same tensors.
-        groups: Process groups of all mesh axes with more than one rank.
+        slices: Every rank of the mesh gathers the same.
         rank: This process's global rank.
 
     Attributes:
-        outputs: For every block the gathered rows, one after the other, contiguous, on the device and in the dtype of
-            the block; the block itself where nothing is cut. Filled by `launch`.
+        slices: The slices.
+        held: For every slice the rows that this rank brings a block of.
     """
 
-    def __init__(self, blocks: Sequence[Block], groups: Groups, rank: int) -> None:
-        self.outputs = [block.local if block.spec.num_bytes else block.empty() for block in blocks]
-        self._stages: list[_Single | _Packed] = []
-        for round_ in range(max((len(block.spec.sharding.cuts) for block in blocks), default=0)):
-            parts: dict[tuple[Mesh, int], list[_Part]] = {}
-            for index, block in enumerate(blocks):
-                mesh, cuts = block.spec.sharding.mesh, block.spec.sharding.cuts
+    def __init__(self, slices: Sequence[Slice], rank: int) -> None:
+        self.slices = tuple(slices)
+        self.held = tuple(each.held(rank) for each in slices)
+        self._are_empty = [each.is_empty for each in slices]
+        self._stages: list[_Stage] = []
+        shapes = [self._block_shape(index, rank) for index in range(len(slices))]
+        for round_ in range(max((len(each.spec.sharding.cuts) for each in slices), default=0)):
+            parts: dict[Axis, list[_Part]] = {}
+            for index, each in enumerate(slices):
+                mesh, cuts = each.spec.sharding.mesh, each.spec.sharding.cuts
                 cut = len(cuts) - 1 - round_
-                if cut >= 0 and block.spec.num_bytes and mesh.shape[cuts[cut][1]] > 1:
-                    part = _Part(index, self.outputs[index], cuts[cut][0], block.sizes_along(cut, rank))
+                if cut >= 0 and not each.is_empty and mesh.shape[cuts[cut][1]] > 1:
+                    sizes = _sizes_along(each.spec.sharding, each.spec.shape, each.rows, cut, rank)
+                    part = _Part(index, shapes[index], cuts[cut][0], sizes, each.dtype)
+                    shapes[index] = part.shape
                     parts.setdefault((mesh, cuts[cut][1]), []).append(part)
-            for key, along_axis in parts.items():
-                self._add_stages(along_axis, groups[key])
-        num_bytes = max((stage.scratch_bytes for stage in self._stages), default=0)
-        device = blocks[0].local.device if blocks else None
-        self._scratch = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            for axis, along_axis in parts.items():
+                self._stages += _stages(along_axis, axis)
+        self._scratch_bytes = max((stage.scratch_bytes for stage in self._stages), default=0)
+
+    def begin(self, blocks: Sequence[torch.Tensor], groups: Groups) -> Gather:
+        """Allocate what a gather needs. Local.
+
+        Args:
+            blocks: This rank's block of every slice, contiguous, in its dtype, on the device of the groups.
+            groups: Process groups of all mesh axes with more than one rank.
+        """
+        outputs = [
+            block.new_empty((_num_rows(each.rows), *each.spec.shape[1:])) if is_empty else block
+            for each, is_empty, block in zip(self.slices, self._are_empty, blocks, strict=True)
+        ]
+        sends = []
+        for stage in self._stages:
+            inputs = [outputs[part.index] for part in stage.parts]
+            for part in stage.parts:
+                outputs[part.index] = outputs[part.index].new_empty(part.shape)
+            sends.append(_Send(stage, inputs, [outputs[part.index] for part in stage.parts], groups[stage.axis]))
+        device = blocks[0].device if blocks else None
+        return Gather(outputs, sends, torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device))
+
+    def _block_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        spec = self.slices[index].spec
+        shape = spec.sharding.box(spec.shape, rank).shape
+        return (_num_rows(self.held[index]), *shape[1:]) if shape else shape
+
+
+class Gather:
+    """The gather of one bucket, with all its memory: made by `GatherPlan.begin`, sent by `launch`.
+
+    Attributes:
+        outputs: For every slice its rows, one after the other, contiguous, on the device and in the dtype of the
+            block; the block itself where nothing is cut. Filled by `launch`.
+    """
+
+    def __init__(self, outputs: list[torch.Tensor], sends: list[_Send], scratch: torch.Tensor) -> None:
+        self.outputs, self._sends, self._scratch = outputs, sends, scratch
 
     def launch(self) -> None:
         """Send. Collective: every rank of the mesh must call this in the same order.
 
         On a CUDA device the work is queued on the current stream, and this returns at once.
         """
-        for stage in self._stages:
-            stage.run(self._scratch)
-        self._stages.clear()
+        for stage, inputs, outputs, group in self._sends:
+            stage.run(inputs, outputs, group, self._scratch)
+        self._sends.clear()
         del self._scratch
-
-    def _add_stages(self, parts: list[_Part], group: dist.ProcessGroup) -> None:
-        """Send large parts each by itself, small ones together; those of equal blocks of whole rows apart."""
-        for part in parts:
-            if part.slot_bytes >= _SMALL_BYTES:
-                self._stages.append(_Single(part, group))
-        for is_even in (True, False):
-            small = [part for part in parts if part.is_even == is_even and 0 < part.slot_bytes < _SMALL_BYTES]
-            self._stages += [_Packed(batch, group) for batch in _batches(small)]
-        for part in parts:
-            self.outputs[part.index] = part.output
-
-
-def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
-    batch: list[_Part] = []
-    room = _SMALL_BYTES
-    for part in parts:
-        if part.slot_bytes > room:
-            yield batch
-            batch, room = [], _SMALL_BYTES
-        batch.append(part)
-        room -= part.slot_bytes
-    if batch:
-        yield batch
 
 
 class _Part:
@@ -124,50 +147,65 @@ class _Part:
 
     Attributes:
         index: Its place in the bucket.
-        tensor: This rank's block.
         sizes: Sizes of the blocks of all ranks in the dim that is gathered.
-        output: The blocks of all ranks, side by side in that dim.
-        is_even: Whether all blocks are equal and their bytes lie one after the other in the output.
+        shape: Shape of what comes out: the blocks of all ranks, side by side in that dim.
+        is_even: Whether all blocks are equal and their bytes lie one after the other in what comes out.
         num_outer: How many runs of bytes a block has: the product of the dims before the one that is gathered.
         row_bytes: Bytes of such a run for each of `sizes`.
         slot_bytes: Bytes that every rank sends: those of the largest block.
+        gathered_bytes: Those of all ranks.
+        sender: The only rank along the axis with a block, if there is but one.
+        packed_dtype: The dtype in which it is copied to and from scratch memory.
     """
 
-    def __init__(self, index: int, tensor: torch.Tensor, dim: int, sizes: tuple[int, ...]) -> None:
-        shape = tensor.shape
-        self.index, self.tensor, self.sizes = index, tensor, sizes
-        self.output = tensor.new_empty((*shape[:dim], sum(sizes), *shape[dim + 1 :]))
+    __slots__ = (
+        *("gathered_bytes", "index", "is_even", "num_outer", "packed_dtype"),
+        *("row_bytes", "sender", "shape", "sizes", "slot_bytes"),
+    )
+
+    def __init__(
+        self, index: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.index, self.sizes = index, sizes
+        self.shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         largest = max(sizes)
         self.is_even = dim == 0 and min(sizes) == largest
         self.num_outer = math.prod(shape[:dim])
-        self.row_bytes = math.prod(shape[dim + 1 :]) * tensor.element_size()
+        self.row_bytes = math.prod(shape[dim + 1 :]) * dtype.itemsize
         self.slot_bytes = self.num_outer * largest * self.row_bytes
+        self.gathered_bytes = len(sizes) * self.slot_bytes
+        holders = [position for position, size in enumerate(sizes) if size]
+        self.sender = holders[0] if len(holders) == 1 else None
+        self.packed_dtype = dtype if dtype in _COPIED_DTYPES and self.is_even else torch.uint8
 
 
-class _Single:
-    """One collective for one large part.
+class _Direct:
+    """Collectives from where the blocks are to where they belong, sent together.
 
-    Equal blocks of whole rows are gathered to where they belong, and a block that one rank alone has is sent from
-    there; others go through scratch memory.
+    They are for large parts of equal blocks of whole rows, and for those of which one rank has all.
     """
 
-    def __init__(self, part: _Part, group: dist.ProcessGroup) -> None:
-        holders = [position for position, size in enumerate(part.sizes) if size]
-        self._part, self._group = part, group
-        self._sender = holders[0] if len(holders) == 1 else None
-        self._packed = None if part.is_even or self._sender is not None else _Packed([part], group)
-        self.scratch_bytes = self._packed.scratch_bytes if self._packed is not None else 0
+    scratch_bytes = 0
 
-    def run(self, scratch: torch.Tensor) -> None:
-        part = self._part
-        if self._packed is not None:
-            self._packed.run(scratch)
-        elif self._sender is None:
-            all_gather_into(bytes_of(part.output), bytes_of(part.tensor), self._group)
-        else:
-            if part.tensor.numel():
-                part.output.copy_(part.tensor)
-            dist.broadcast(bytes_of(part.output), group=self._group, group_src=self._sender)
+    def __init__(self, parts: list[_Part], axis: Axis) -> None:
+        self.parts, self.axis = parts, axis
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        scratch: torch.Tensor,
+    ) -> None:
+        for part, block, output in zip(self.parts, inputs, outputs, strict=True):
+            if part.sender is not None and block.numel():
+                output.copy_(block)
+        with sent_together(group, scratch.device):
+            for part, block, output in zip(self.parts, inputs, outputs, strict=True):
+                if part.sender is None:
+                    all_gather_into(bytes_of(output), bytes_of(block), group)
+                else:
+                    dist.broadcast(bytes_of(output), group=group, group_src=part.sender)
 
 
 class _Packed:
@@ -176,39 +214,104 @@ class _Packed:
     A few kernels do it for all parts, since to start one takes longer than to copy a small tensor.
     """
 
-    def __init__(self, parts: list[_Part], group: dist.ProcessGroup) -> None:
-        self._parts, self._group = parts, group
+    def __init__(self, parts: list[_Part], axis: Axis) -> None:
+        self.parts, self.axis = parts, axis
         self._num_ranks = len(parts[0].sizes)
-        self._sent_bytes = sum(part.slot_bytes for part in parts)
+        self._slots = [part.slot_bytes for part in parts]
+        self._sent_bytes = sum(self._slots)
         self.scratch_bytes = (1 + self._num_ranks) * self._sent_bytes
 
-    def run(self, scratch: torch.Tensor) -> None:
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        scratch: torch.Tensor,
+    ) -> None:
         sent, received = scratch[: self._sent_bytes], scratch[self._sent_bytes : self.scratch_bytes]
-        torch.cat(list(self._blocks(received)), out=sent)
-        all_gather_into(received, sent, self._group)
-        slots = received.view(self._num_ranks, self._sent_bytes)
-        if self._parts[0].is_even:
-            outputs = [bytes_of(part.output).view(self._num_ranks, part.slot_bytes) for part in self._parts]
-            torch.split_with_sizes_copy(slots, [part.slot_bytes for part in self._parts], dim=1, out=outputs)
+        if self.parts[0].is_even:
+            self._run_even(inputs, outputs, group, sent, received)
             return
+        torch.cat(list(self._filled(map(bytes_of, inputs), received)), out=sent)
+        all_gather_into(received, sent, group)
+        slots = received.view(self._num_ranks, self._sent_bytes)
         begin = 0
-        for part in self._parts:
+        for part, output in zip(self.parts, outputs, strict=True):
             own = slots[:, begin : begin + part.slot_bytes]
-            blocks = [
+            runs = [
                 slot[: part.num_outer * size * part.row_bytes].view(part.num_outer, size * part.row_bytes)
                 for slot, size in zip(own, part.sizes, strict=True)
             ]
-            output = bytes_of(part.output).view(part.num_outer, sum(part.sizes) * part.row_bytes)
-            torch.cat(blocks, dim=1, out=output)
+            torch.cat(runs, dim=1, out=bytes_of(output).view(part.num_outer, sum(part.sizes) * part.row_bytes))
             begin += part.slot_bytes
 
-    def _blocks(self, filler: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _run_even(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        group: dist.ProcessGroup,
+        sent: torch.Tensor,
+        received: torch.Tensor,
+    ) -> None:
+        """As `run`, with few calls for each tensor: in their dtype they need not be viewed as bytes."""
+        dtype = self.parts[0].packed_dtype
+        if dtype == torch.uint8:
+            inputs, outputs = list(map(bytes_of, inputs)), list(map(bytes_of, outputs))
+        torch.cat([block.view(-1) for block in inputs], out=sent.view(dtype))
+        all_gather_into(received, sent, group)
+        slots = received.view(dtype).view(self._num_ranks, -1)
+        rows = [output.view(self._num_ranks, -1) for output in outputs]
+        torch.split_with_sizes_copy(slots, [size // dtype.itemsize for size in self._slots], dim=1, out=rows)
+
+    def _filled(self, blocks: Iterable[torch.Tensor], filler: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the bytes of this rank's blocks, each as long as the largest of any rank."""
-        for part in self._parts:
-            block = bytes_of(part.tensor)
+        for part, block in zip(self.parts, blocks, strict=True):
             yield block
             if block.numel() < part.slot_bytes:
                 yield filler[: part.slot_bytes - block.numel()]
+
+
+_Stage = _Direct | _Packed
+
+
+class _Send(NamedTuple):
+    """A stage with what goes in and comes out this time."""
+
+    stage: _Stage
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    group: dist.ProcessGroup
+
+
+def _stages(parts: Sequence[_Part], axis: Axis) -> Iterator[_Stage]:
+    """Send large parts from where they are, small and uneven ones through scratch memory."""
+    large = [part for part in parts if part.gathered_bytes >= _SMALL_BYTES]
+    direct = [part for part in large if part.is_even or part.sender is not None]
+    if direct:
+        yield _Direct(direct, axis)
+    for part in large:
+        if not part.is_even and part.sender is None:
+            yield _Packed([part], axis)
+    small: dict[tuple[bool, torch.dtype], list[_Part]] = {}
+    for part in parts:
+        if part.gathered_bytes < _SMALL_BYTES:
+            small.setdefault((part.is_even, part.packed_dtype), []).append(part)
+    for alike in small.values():
+        for batch in _batches(alike):
+            yield _Packed(batch, axis)
+
+
+def _batches(parts: Iterable[_Part]) -> Iterator[list[_Part]]:
+    batch: list[_Part] = []
+    room = _BATCH_BYTES
+    for part in parts:
+        if batch and part.gathered_bytes > room:
+            yield batch
+            batch, room = [], _BATCH_BYTES
+        batch.append(part)
+        room -= part.gathered_bytes
+    if batch:
+        yield batch
 
 
 @functools.lru_cache(maxsize=4096)
@@ -224,6 +327,10 @@ def _sizes_along(
         box = partial.box_at(shape, coordinate)
         sizes.append(_num_rows_in(rows, box.rows) if dim == 0 else box.shape[dim])
     return tuple(sizes)
+
+
+def _num_rows(rows: Iterable[Rows]) -> int:
+    return sum(stop - first for first, stop in rows)
 
 
 def _num_rows_in(rows: Sequence[Rows], span: Rows) -> int:

@@ -36,7 +36,7 @@ from .sources.detect import open_source
 from .sources.hf_folder import names_in
 from .spec import TensorSpec
 from .table import dtype_name
-from .ties import tied_names
+from .ties import config_ties, tied_names
 
 __all__ = ["open_checkpoint"]
 
@@ -129,7 +129,18 @@ def open_checkpoint(
             sidecars, lacks = describe_lora(opened, exporter.plan.outputs, sidecars, base)
         elif format != "safetensors":
             sidecars = _fit_to_shapes(sidecars, exporter, origins, hub, notes)
-    return OpenedCheckpoint(opened, exporter, sidecars, base, heeds_config, notes, is_lora, found.is_there, lacks)
+    return OpenedCheckpoint(
+        opened,
+        exporter,
+        sidecars,
+        base,
+        heeds_config,
+        notes,
+        is_lora=is_lora,
+        has_lora=found.is_there,
+        lacks=lacks,
+        declared_ties=config_ties(hub) if hub is not None else {},
+    )
 
 
 def _usable(device: torch.device | str | None) -> torch.device | None:
@@ -174,7 +185,7 @@ def _pattern_notes(exporter: Exporter, **options: Sequence[str]) -> list[str]:
     return [
         f"{option.replace('_', '-')} {pattern}: {hits[pattern]:,} of {exporter.num_available:,} tensors"
         for option, patterns in options.items()
-        for pattern in patterns
+        for pattern in ((patterns,) if isinstance(patterns, str) else patterns)
     ]
 
 

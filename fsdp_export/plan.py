@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .dtypes import Casts
 from .errors import PlanError
+from .gather import GatherPlan, Slice
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .memory import without_collection
 from .names import check_unique
@@ -21,7 +22,7 @@ from .spec import Box, Sharding, TensorInfo
 from .steps import Rows, Step, Window
 from .table import plan_table
 
-__all__ = ["Plan", "share_out"]
+__all__ = ["BucketPlan", "Plan", "share_out"]
 
 _Holders = tuple[tuple[Rows, tuple[int, ...]], ...]
 """Disjoint ranges of units, and the ranks that hold what these need."""
@@ -29,6 +30,29 @@ _Layout = tuple[Sharding, tuple[int, ...]]
 """How an input lies on the ranks, and its shape."""
 _Needs = tuple[int, tuple[_Layout, ...], tuple[_Layout, ...]]
 """What decides which units of a step a rank holds: their number, and the inputs by unit and those needed whole."""
+
+
+class BucketPlan:
+    """Windows that are gathered together.
+
+    Args:
+        windows: The windows.
+    """
+
+    def __init__(self, windows: Sequence[Window]) -> None:
+        self.windows = windows
+        self._gathers: dict[int, GatherPlan] = {}
+
+    def gather(self, rank: int) -> GatherPlan:
+        """Return how a rank gathers the inputs of all windows, in their order; made once."""
+        if rank not in self._gathers:
+            slices = [
+                Slice(spec, window.step.rows_of(spec, window.blocks), window.step.read_dtype or spec.dtype)
+                for window in self.windows
+                for spec in window.step.inputs
+            ]
+            self._gathers[rank] = GatherPlan(slices, rank)
+        return self._gathers[rank]
 
 
 @dataclass(frozen=True)
@@ -66,6 +90,10 @@ class Plan:
             return outputs
         by_name = {output.name: output for output in outputs}
         return tuple(by_name[name] for name in self.names)
+
+    def aliases_of(self, output: TensorInfo) -> list[TensorInfo]:
+        """Return an output under the names that are tied to its own."""
+        return [replace(output, name=alias) for alias, kept in self.aliases if kept == output.name]
 
     @property
     def num_bytes(self) -> int:
@@ -112,7 +140,7 @@ class Plan:
                 mine.append((position, window.between(begin, end)))
         return [window for _, window in sorted(mine, key=lambda item: (item[0], item[1].blocks))]
 
-    def buckets(self, max_bytes: int, *, whole: bool, held: bool) -> list[list[Window]]:
+    def buckets(self, max_bytes: int, *, whole: bool, held: bool) -> list[BucketPlan]:
         """Return what to gather one after the other; made once.
 
         Args:
@@ -123,11 +151,29 @@ class Plan:
         key = (max_bytes, whole, held)
         if key not in self._buckets:
             steps = self.steps if held else self.gathered_steps
-            self._buckets[key] = self.windows(steps, max_bytes, whole=whole)
+            self._buckets[key] = list(map(BucketPlan, self.windows(steps, max_bytes, whole=whole)))
         return self._buckets[key]
 
+    def in_order_of_delivery(self, bucket_bytes: int) -> Plan:
+        """Return this plan with its outputs in the order in which everyone gets them whole; made once.
+
+        Experts of a fused tensor come a bucket of them at a time, from every rank's own.
+
+        Args:
+            bucket_bytes: Bytes gathered at a time.
+        """
+        if bucket_bytes not in self._in_order:
+            buckets = self.buckets(bucket_bytes, whole=True, held=True)
+            names = tuple(info.name for bucket in buckets for window in bucket.windows for info in window.outputs)
+            self._in_order[bucket_bytes] = replace(self, names=names)
+        return self._in_order[bucket_bytes]
+
     @cached_property
-    def _buckets(self) -> dict[tuple[int, bool, bool], list[list[Window]]]:
+    def _in_order(self) -> dict[int, Plan]:
+        return {}
+
+    @cached_property
+    def _buckets(self) -> dict[tuple[int, bool, bool], list[BucketPlan]]:
         return {}
 
     @without_collection()

@@ -150,7 +150,8 @@ class Step:
         convert: Maps the rows of a range of units, followed by the inputs that are needed whole, and the first unit,
             to pieces.
         whole: Inputs of which every unit needs all.
-        parts: Where every output is rows of the only input, or the same of each: which. Else empty.
+        parts: Where every output is rows of the first input, into which others may be merged, or the same of each:
+            which. Else empty.
         is_unitwise: Whether every output needs no more than one unit, so that it comes whole with that.
         merged: Inputs that are merged into others, and are no parameters of what is delivered.
         unit_bytes: Bytes that a unit needs for itself, as they are gathered.
@@ -185,11 +186,18 @@ class Step:
         """Bytes of all outputs."""
         return sum(output.num_bytes for output in self.outputs)
 
+    def outputs_of(self, units: Rows) -> list[TensorInfo]:
+        """Return the outputs that come whole with a range of units, in the order in which `convert` makes them."""
+        if not self.is_unitwise or (self.by_unit and not self.by_unit[0].shape):
+            return list(self.outputs)
+        inside = (part for part in self.parts if units[0] <= part.rows[0] < units[1])
+        return [part.info for part in sorted(inside, key=lambda part: part.rows[0])]
+
     @property
     def keeps_bytes(self) -> bool:
         """Whether the outputs are rows of the only input, byte for byte."""
         are_rows = bool(self.parts) and all(part.inner is None for part in self.parts)
-        return are_rows and self.outputs[0].dtype == self.by_unit[0].dtype
+        return are_rows and len(self.inputs) == 1 and self.outputs[0].dtype == self.by_unit[0].dtype
 
     def rows_of(self, spec: TensorSpec, blocks: tuple[Rows, ...]) -> tuple[Rows, ...]:
         """Return which rows of an input ranges of units need."""
@@ -275,6 +283,11 @@ class Window:
     def num_bytes(self) -> int:
         """Bytes of the inputs."""
         return self.num_units * self.step.unit_bytes + (self.step.whole_bytes if self.blocks else 0)
+
+    @property
+    def outputs(self) -> list[TensorInfo]:
+        """What comes whole with these units, in order."""
+        return [info for units in self.blocks for info in self.step.outputs_of(units)]
 
     def between(self, begin: int, end: int) -> Window:
         """Return the units `begin` to before `end` of this window."""

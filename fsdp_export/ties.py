@@ -26,7 +26,7 @@ from .spec import TensorSpec
 from .steps import Rows
 from .walk import CHUNK_BYTES
 
-__all__ = ["LiveTies", "equal_ties", "live_ties", "tied_names"]
+__all__ = ["LiveTies", "config_ties", "equal_ties", "live_ties", "tied_names"]
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,11 @@ def tied_names(
         equal.append(one is not None and other is not None and _are_equal(source, one, other, rows, operation))
     differing = _differing(declared, equal, source, operation)
     return {alias: kept for alias, kept in declared.items() if alias not in differing}, sorted(differing)
+
+
+def config_ties(hub: HubForm) -> dict[str, str]:
+    """Return the names that a config declares to be tied, whether or not a checkpoint has both, each with that kept."""
+    return declared_aliases(hub.twin, {*hub.own, *hub.inputs}, hub.renamed)
 
 
 def _differing(declared: Mapping[str, str], equal: list[bool], source: Source, operation: Operation) -> set[str]:

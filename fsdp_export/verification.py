@@ -1,4 +1,4 @@
-"""What came of comparing written tensors with their source, in words and as JSON values."""
+"""What came of comparing tensors with others, or with the source they were written from: in words, as JSON values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from .errors import ComparisonError
 from .table import counted, human_bytes
 
-__all__ = ["Difference", "Verification"]
+__all__ = ["Comparison", "Difference", "Verification"]
 
 _MAX_NAMES = 5
 _WHATS = {
@@ -32,7 +32,7 @@ _OF_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How a tensor that was written differs from its source, or a file from the record of the export.
+    """How a tensor differs from the one that was expected, or a file from the record of the export.
 
     Attributes:
         kind: Of a tensor `"missing"`, `"unexpected"`, `"shape"`, `"dtype"`, `"unreadable"` or `"values"`; of a file
@@ -90,18 +90,20 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Verification:
-    """What came of comparing a folder with the source it was written from; the same on every rank.
+class Comparison:
+    """What came of comparing a checkpoint with the one that it should equal; the same on every rank.
 
     Attributes:
-        path: The folder.
-        num_tensors: Number of tensors of the source.
+        path: The checkpoint.
+        num_tensors: Number of tensors of the one that it should equal.
         num_bytes: Their bytes.
         seconds: How long it took.
-        num_differing: Number of tensors and files that differ, are missing or are unexpected.
-        differences: The first of them, in the order of the export, at most 20.
-        failure: Why the folder could not be read back at all.
-        num_files: Number of other files that were compared with the record of the export; None without a record.
+        num_differing: Number of tensors, and of files, that differ, are missing or are unexpected.
+        differences: How they do, of the first 20 in the order of the checkpoint. A tensor of another dtype may be there
+            twice: for its dtype, and for its values.
+        source: The checkpoint that it should equal.
+        num_tied: Number of further names of tied tensors, which either of the two may have or lack.
+        largest: The largest absolute difference of two values; infinite where one of them is no finite number.
     """
 
     path: Path
@@ -110,42 +112,31 @@ class Verification:
     seconds: float
     num_differing: int = 0
     differences: Sequence[Difference] = ()
-    failure: str | None = None
-    num_files: int | None = None
+    source: Path | None = None
+    num_tied: int = 0
+    largest: float = 0.0
 
     @property
     def is_equal(self) -> bool:
-        """Whether every tensor is there and has the bytes of its source, and every other file is as it was written."""
-        return not self.num_differing and self.failure is None
+        """Whether both have the same names, and the same shape, dtype and bytes for each."""
+        return not self.num_differing
 
     def lines(self) -> list[str]:
         """Return a line per difference, or one that says that there is none."""
         if self.is_equal:
-            tensors = counted(self.num_tensors, "tensor")
-            return [f"verified {tensors}, {human_bytes(self.num_bytes)}: all equal{self._other_files()}"]
-        more = self.num_differing - len(self.differences)
-        return [*map(str, self.differences), *([f"and {more:,} more"] if more else [])]
-
-    def _other_files(self) -> str:
-        if self.num_files is None:
-            return "; no record tells of other files"
-        return f", and {counted(self.num_files, 'other file')} as written" if self.num_files else ""
+            return [f"compared {self._amount()}: all equal{self._tied()}"]
+        return [*map(str, self.differences), *self._more()]
 
     def error(self) -> ComparisonError | None:
         """Return what to raise; None if all is equal."""
         if self.is_equal:
             return None
-        if self.failure is not None:
-            return ComparisonError(self.failure)
-        files = counted(self.num_files or 0, "other file")
-        names = [difference.name for difference in self.differences[:_MAX_NAMES]]
-        more = self.num_differing - len(names)
+        fix = "Give the dtype that one was cast to (--dtype, dtype=) to compare them after that cast"
         return ComparisonError(
-            "what was written differs from its source",
-            file=self.path,
-            expected=f"{self.num_tensors:,} equal tensors" + (f" and {files}" if self.num_files else ""),
-            found=f"{self.num_differing:,} that differ: {', '.join(names)}" + (f" and {more:,} more" if more else ""),
-            fix="Export again; if it differs again, suspect the disk or the memory of this machine",
+            f"two checkpoints differ: {self.path} is not {self.source}",
+            expected=f"{self.num_tensors:,} equal tensors{self._tied()}",
+            found=self._names() + self._apart(),
+            fix=fix if any(difference.kind == "dtype" for difference in self.differences) else None,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -157,7 +148,80 @@ class Verification:
             "bytes": self.num_bytes,
             "seconds": round(self.seconds, 3),
             "error": None if error is None else str(error),
-            "files": self.num_files,
+            "tied": self.num_tied,
+            "largest": self.largest if math.isfinite(self.largest) else None,
             "num_differing": self.num_differing,
             "differences": [difference.as_json() for difference in self.differences],
         }
+
+    def _amount(self) -> str:
+        return f"{counted(self.num_tensors, 'tensor')}, {human_bytes(self.num_bytes)}"
+
+    def _tied(self) -> str:
+        return f", and {counted(self.num_tied, 'tied name')}" if self.num_tied else ""
+
+    def _apart(self) -> str:
+        return f"; values at most {self.largest:.6g} apart" if 0 < self.largest < math.inf else ""
+
+    def _differing(self) -> list[str]:
+        return list(dict.fromkeys(difference.name for difference in self.differences))
+
+    def _more(self) -> list[str]:
+        more = self.num_differing - len(self._differing())
+        return [f"and {more:,} more"] if more else []
+
+    def _names(self) -> str:
+        names = self._differing()[:_MAX_NAMES]
+        more = self.num_differing - len(names)
+        return f"{self.num_differing:,} that differ: {', '.join(names)}" + (f" and {more:,} more" if more else "")
+
+
+@dataclass(frozen=True)
+class Verification(Comparison):
+    """What came of comparing a folder with the source it was written from; the same on every rank.
+
+    Attributes:
+        failure: Why the folder could not be read back at all.
+        num_files: Number of other files that were compared with the record of the export; None without a record.
+    """
+
+    failure: str | None = None
+    num_files: int | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether every tensor is there and has the bytes of its source, and every other file is as it was written."""
+        return not self.num_differing and self.failure is None
+
+    def lines(self) -> list[str]:
+        """Return a line per difference, or one that says that there is none."""
+        return [f"verified {self._amount()}: all equal{self._other_files()}"] if self.is_equal else super().lines()
+
+    def error(self) -> ComparisonError | None:
+        """Return what to raise; None if all is equal."""
+        if self.is_equal:
+            return None
+        if self.failure is not None:
+            return ComparisonError(self.failure)
+        files = counted(self.num_files or 0, "other file")
+        return ComparisonError(
+            "what was written differs from its source",
+            file=self.path,
+            expected=f"{self.num_tensors:,} equal tensors" + (f" and {files}" if self.num_files else ""),
+            found=self._names(),
+            fix="Export again; if it differs again, suspect the disk or the memory of this machine",
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        facts = super().as_json()
+        return {
+            **{key: facts[key] for key in ("equal", "tensors", "bytes", "seconds", "error")},
+            "files": self.num_files,
+            **{key: facts[key] for key in ("num_differing", "differences")},
+        }
+
+    def _other_files(self) -> str:
+        if self.num_files is None:
+            return "; no record tells of other files"
+        return f", and {counted(self.num_files, 'other file')} as written" if self.num_files else ""

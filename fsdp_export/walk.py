@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from .fence import Operation
-from .gather import Block, Gather
-from .plan import Plan, share_out
+from .gather import Slice
+from .plan import BucketPlan, Plan, share_out
 from .sinks.base import Sink
 from .sources.base import Source
 from .steps import Piece, Rows, Step, StoredPiece, Window
@@ -44,8 +44,8 @@ _READ_BYTES = 1 << 20
 class _Bucket:
     """Gathered windows: the rows of every input of every window, in order, valid once `event` has happened."""
 
-    windows: list[Window]
-    tensors: list[torch.Tensor]
+    windows: Sequence[Window]
+    tensors: Sequence[torch.Tensor]
     event: Any
 
     def completed(self, operation: Operation) -> _Bucket:
@@ -61,6 +61,9 @@ class _Bucket:
     def pieces(self) -> Iterator[Piece]:
         """Yield the outputs of windows that hold whole steps, or units that outputs come whole with."""
         for window, inputs in self._items():
+            if len(window.blocks) == 1:
+                yield from window.step.convert(inputs, window.blocks[0][0])
+                continue
             row = 0
             for first, stop in window.blocks:
                 yield from _converted(window.step, inputs, row, (first, stop))
@@ -112,8 +115,10 @@ def run(
         delivered: Progress.
     """
     is_lead = source.rank == plan.ranks[0]
-    ticket = operation.agree(sink.begin(plan) if is_lead else "")[0]
-    sink.open(plan, source.rank, ticket)
+    told = plan.in_order_of_delivery(bucket_bytes) if sink.delivery == "everyone" else plan
+    cards = operation.agree(sink.card())
+    ticket = operation.agree(sink.begin(told, cards) if is_lead else "")[0]
+    sink.open(told, source.rank, ticket)
     operation.agree()
     walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
     finish(sink, operation, is_lead=is_lead)
@@ -154,10 +159,8 @@ def walk(
             delivered(piece.num_bytes)
 
     if sink.delivery == "everyone":
-        for piece in gathered_pieces(plan, source, operation, bucket_bytes):
+        for piece in gathered_pieces(plan, source, operation, bucket_bytes, aliases=sink.wants_aliases):
             deliver(piece)
-            for alias in _aliases(plan, piece.info.name) if sink.wants_aliases else ():
-                sink.write(replace(piece, info=replace(piece.info, name=alias)))
             del piece
         return
     if not gather_all:
@@ -170,20 +173,23 @@ def walk(
         del bucket
 
 
-def _aliases(plan: Plan, name: str) -> list[str]:
-    return [alias for alias, kept in plan.aliases if kept == name]
-
-
-def gathered_pieces(plan: Plan, source: Source, operation: Operation, bucket_bytes: int) -> Iterator[Piece]:
+def gathered_pieces(
+    plan: Plan, source: Source, operation: Operation, bucket_bytes: int, *, aliases: bool = False
+) -> Iterator[Piece]:
     """Yield every output whole, in the order of the plan's steps, on the source's device.
 
-    What each unit of a step makes whole, such as an expert, comes unit by unit, a bucket of units at a time.
+    What each unit of a step makes whole, such as an expert, comes unit by unit, a bucket of units at a time. With
+    `aliases` a tied tensor comes once more under each of its other names, right behind.
 
     Collective: every rank of the plan must drain this. A tensor lives on while the consumer holds it; at most two
     buckets are held here.
     """
     for bucket in _gathered(plan.buckets(bucket_bytes, whole=True, held=True), source, operation):
-        yield from bucket.pieces()
+        for piece in bucket.pieces():
+            yield piece
+            for info in plan.aliases_of(piece.info) if aliases else ():
+                yield replace(piece, info=info)
+            del piece
         del bucket
 
 
@@ -274,14 +280,15 @@ def _stored_pieces(step: Step, units: Rows, source: Source) -> list[StoredPiece]
     return pieces
 
 
-def _gathered(buckets: list[list[Window]], source: Source, operation: Operation) -> Iterator[_Bucket]:
+def _gathered(buckets: Sequence[BucketPlan], source: Source, operation: Operation) -> Iterator[_Bucket]:
     """Yield buckets one after the other, with the next one already on its way.
 
     On a device shards come from the host on one stream while the bucket before them is gathered on another one.
     """
     reads, gathers = _side_streams(source.device) if source.device.type != "cpu" else (None, None)
     ahead: _Bucket | None = None
-    for windows in buckets:
+    for bucket in buckets:
+        plan = bucket.gather(source.rank)
         if reads is not None and gathers is not None:
             # What training or the consumer has queued comes first; a bucket it still reads is not free yet.
             queued = _current_stream(source.device).record_event()
@@ -289,17 +296,17 @@ def _gathered(buckets: list[list[Window]], source: Source, operation: Operation)
             gathers.wait_event(queued)
             operation.wait(queued.query)
         with _on(reads):
-            blocks = [block for window in windows for block in _blocks(window, source)]
+            blocks = [_block(each, held, source) for each, held in zip(plan.slices, plan.held, strict=True)]
         with _on(gathers):
-            gather = Gather(blocks, source.groups, source.rank)
+            gather = plan.begin(blocks, source.groups)
         operation.agree()
         with _on(gathers):
             if gathers is not None:
                 gathers.wait_stream(reads)
                 for block in blocks:
-                    block.local.record_stream(gathers)
+                    block.record_stream(gathers)
             gather.launch()
-            current = _Bucket(windows, gather.outputs, _event(gathers))
+            current = _Bucket(bucket.windows, gather.outputs, _event(gathers))
         del blocks, gather
         if ahead is not None:
             yield ahead.completed(operation)
@@ -309,19 +316,16 @@ def _gathered(buckets: list[list[Window]], source: Source, operation: Operation)
         yield ahead.completed(operation)
 
 
-def _blocks(window: Window, source: Source) -> Iterator[Block]:
-    """Bring this rank's part of a window to the device."""
-    for spec in window.step.inputs:
-        span = spec.sharding.box(spec.shape, source.rank).rows
-        blocks = window.step.rows_of(spec, window.blocks)
-        mine = [(max(first, span[0]), min(stop, span[1])) for first, stop in blocks]
-        rows = [source.rows(spec, *part) for part in mine if part[0] < part[1]] or [source.rows(spec, span[0], span[0])]
+def _block(each: Slice, held: Sequence[Rows], source: Source) -> torch.Tensor:
+    """Bring this rank's block of a slice to the device."""
+    rows = [source.rows(each.spec, *part) for part in held]
+    if each.spec.sharding.is_replicated or rows[0].device != source.device:
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
-        is_async, copy = source.device.type != "cpu", spec.sharding.is_replicated
+        is_async, copy = source.device.type != "cpu", each.spec.sharding.is_replicated
         # Each by itself: what the host puts together or casts is slower to make, and not pinned.
         rows = [part.to(source.device, non_blocking=is_async, copy=copy) for part in rows]
-        local = _cast(torch.cat(rows) if len(rows) > 1 else rows[0], window.step.read_dtype)
-        yield Block(spec, blocks, local.contiguous())
+    block = torch.cat(rows) if len(rows) > 1 else rows[0]
+    return (block if block.dtype == each.dtype else block.to(each.dtype)).contiguous()
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from ranks import StoreKind, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_export.compat import all_gather_into, connect, default_store, has_multi_get, local_tensor, pin
+from fsdp_export.compat import all_gather_into, connect, default_store, has_multi_get, local_of, pin
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "asynchronous"])
@@ -68,15 +68,14 @@ def test_what_comes_before_threads_end_still_has_pools_of_threads() -> None:
     assert ended.stdout == "7\nlater\n"
 
 
-def test_a_local_tensor_is_in_the_memory_of_its_parameter_and_knows_no_autograd() -> None:
+def test_the_block_of_a_parameter_is_the_same_object_in_its_memory() -> None:
     def on_rank() -> None:
         full = torch.arange(12.0).view(6, 2)
         parameter: Any = torch.nn.Parameter(distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)]))
-        local = local_tensor(parameter)
-        assert type(local) is torch.Tensor
-        assert not local.requires_grad
+        local = local_of(parameter)
+        assert local is local_of(parameter)
         assert torch.equal(local, full.chunk(2)[dist.get_rank()])
-        local.fill_(7)
+        local.detach().fill_(7)
         assert parameter.full_tensor().eq(7).all()
 
     run_ranks(on_rank, 2)

@@ -11,7 +11,7 @@ import fsdp_export
 
 PACKAGE = Path(fsdp_export.__file__).parent
 # From the ground up. What stands beside them in the package belongs to no wing.
-WINGS = ("fence", "publish", "sources", "conversion", "sidecars", "sinks")
+WINGS = ("fence", "publish", "sources", "conversion", "sidecars", "transfer", "sinks")
 
 
 def _imports(file: Path) -> Iterator[Path]:

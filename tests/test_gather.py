@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from fsdp_export import gather
-from fsdp_export.gather import Block, Gather, Groups
+from fsdp_export.gather import GatherPlan, Groups, Slice
 from fsdp_export.spec import Mesh, Sharding, TensorSpec
 
 DTYPES = [
@@ -67,8 +67,10 @@ def random_rows(chance: random.Random, num_rows: int) -> tuple[tuple[int, int], 
     return tuple(zip(bounds[::2], bounds[1::2], strict=True))
 
 
-def random_block(chance: random.Random, name: str, mesh: Mesh, rank: int) -> tuple[Block, torch.Tensor, object]:
-    """Return this rank's block of some rows of a random tensor, those rows, and what it is, for messages."""
+def random_block(
+    chance: random.Random, name: str, mesh: Mesh, rank: int
+) -> tuple[Slice, torch.Tensor, torch.Tensor, object]:
+    """Return some rows of a random tensor, this rank's block of them, they themselves, and what it is, for messages."""
     full = random_tensor(chance, chance.choice(DTYPES))
     order = cut_order(chance, list(mesh.shape)) if full.dim() else []
     dims = [chance.randrange(full.dim()) for _ in order]
@@ -86,7 +88,7 @@ def random_block(chance: random.Random, name: str, mesh: Mesh, rank: int) -> tup
         kept = [position for position, row in enumerate(wanted) if row in held] if dim == 0 else held
         local = local.index_select(dim, torch.tensor(kept, dtype=torch.int64))
     tensor = local.contiguous().view(full.dtype).reshape(local.shape[:-1])
-    return Block(spec, windows, tensor), expected, (spec, placements, windows)
+    return Slice(spec, windows, full.dtype), tensor, expected, (spec, placements, windows)
 
 
 def groups_of(device_mesh: DeviceMesh, mesh: Mesh) -> Groups:
@@ -101,11 +103,13 @@ def gather_random_buckets(seeds: range) -> None:
         for seed in seeds:
             chance = random.Random(seed)
             made = [random_block(chance, f"t{index}", mesh, rank) for index in range(chance.randint(1, 6))]
-            bucket = Gather([block for block, _, _ in made], groups_of(device_mesh, mesh), rank)
-            bucket.launch()
-            for output, (block, expected, facts) in zip(bucket.outputs, made, strict=True):
+            plan, groups = GatherPlan([each for each, *_ in made], rank), groups_of(device_mesh, mesh)
+            for _ in range(2):
+                bucket = plan.begin([block for _, block, *_ in made], groups)
+                bucket.launch()
+            for output, (each, _, expected, facts) in zip(bucket.outputs, made, strict=True):
                 assert output.is_contiguous()
-                assert output.dtype == block.spec.dtype
+                assert output.dtype == each.spec.dtype
                 assert torch.equal(as_bytes(output), expected), (layout, seed, facts)
 
 
@@ -113,6 +117,7 @@ def gather_random_buckets(seeds: range) -> None:
 @pytest.mark.parametrize("small_bytes", [0, 48, 4 << 20], ids=["each-alone", "mixed", "one-bucket"])
 def test_random_buckets(world_size, small_bytes, monkeypatch):
     monkeypatch.setattr(gather, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(gather, "_BATCH_BYTES", small_bytes)
     run_ranks(gather_random_buckets, world_size, range(12))
 
 
@@ -133,7 +138,8 @@ def test_what_dtensor_distributes_comes_back_as_its_full_tensor():
                 sharding = Sharding.from_placements(mesh, dtensor.placements, "w")
                 spec = TensorSpec("w", tuple(shape), torch.int64, sharding)
                 local = dtensor.to_local().contiguous()
-                bucket = Gather([Block(spec, ((0, shape[0]),), local)], groups_of(device_mesh, mesh), dist.get_rank())
+                plan = GatherPlan([Slice(spec, ((0, shape[0]),), torch.int64)], dist.get_rank())
+                bucket = plan.begin([local], groups_of(device_mesh, mesh))
                 bucket.launch()
                 assert torch.equal(bucket.outputs[0], dtensor.full_tensor()), (placements, shape)
 
@@ -143,6 +149,6 @@ def test_what_dtensor_distributes_comes_back_as_its_full_tensor():
 def test_replicas_send_nothing():
     local = torch.ones(3, 2)
     spec = TensorSpec("w", (3, 2), torch.float32, Sharding(Mesh((0, 1), (2,))))
-    bucket = Gather([Block(spec, ((0, 3),), local)], {}, 0)
+    bucket = GatherPlan([Slice(spec, ((0, 3),), torch.float32)], 0).begin([local], {})
     bucket.launch()
     assert bucket.outputs[0] is local

@@ -5,6 +5,7 @@ import itertools
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ class Recorder(Sink):
         self.rows: Counter[tuple[str, int]] = Counter()
         self.num_bytes = 0
 
-    def begin(self, plan: Plan) -> str:
+    def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         self.calls.append("begin")
         self.expected = expected_export(tiny())
         return "ticket"
@@ -192,7 +193,8 @@ def many_megabytes(num_bytes: int, dim: int = 0) -> nn.Module:
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_at_most_two_buckets_are_alive(dim, use, monkeypatch):
     """Case G3. Beside the buckets: the scratch memory of one collective, which gloo may drop one later."""
-    monkeypatch.setattr(gather, "_SMALL_BYTES", MIB)
+    monkeypatch.setattr(gather, "_SMALL_BYTES", 2 * MIB)
+    monkeypatch.setattr(gather, "_BATCH_BYTES", 2 * MIB)
     bucket_bytes, scratch_bytes = 10 * MIB, 3 * MIB
 
     def check() -> tuple[int, int]:

@@ -73,9 +73,7 @@ class LoraView:
         needed = (*whole, *everything)
         if not by_unit:
             return Step((), step.outputs, 1, None, convert, whole=needed, merged=merged)
-        return replace(
-            step, by_unit=(*by_unit, *rows), whole=needed, read_dtype=None, convert=convert, parts=(), merged=merged
-        )
+        return replace(step, by_unit=(*by_unit, *rows), whole=needed, read_dtype=None, convert=convert, merged=merged)
 
     def _on_source(self, spec: TensorSpec) -> TensorSpec:
         """Return the tensor of the source that is seen; a conversion may know of more that they are buffers."""

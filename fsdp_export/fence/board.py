@@ -58,6 +58,7 @@ class Board:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._has_multi_get = has_multi_get(store)
+        self._existing: set[tuple[str, ...]] = set()
 
     def write(self, key: str, value: object) -> None:
         """Set a key."""
@@ -69,23 +70,20 @@ class Board:
         value = self._ask(self._store.compare_set, key, _ABSENT, _ABSENT)
         return None if value in {b"", _ABSENT.encode()} else json.loads(value)
 
-    def read_all(self, keys: Sequence[str]) -> list[Any] | None:
-        """Return the values of keys, or None unless all of them exist."""
-        if len(keys) > 1 and not self.has_all(keys):
-            return None
-        if len(keys) > 1 and self._has_multi_get:
-            return [json.loads(value) for value in self._ask(self._store.multi_get, list(keys))]
-        values = [self.read(key) for key in keys]
-        return None if None in values else values
+    def read_all(self, keys: tuple[str, ...]) -> list[Any | None]:
+        """Return the values of keys, None for those that do not exist."""
+        if not self._has_multi_get or len(keys) < 2:  # noqa: PLR2004  one key is read as fast by itself
+            return [self.read(key) for key in keys]
+        # `multi_get` waits for keys that do not exist; one that does stays.
+        if keys not in self._existing:
+            if not self.has_all(keys):
+                return [self.read(key) for key in keys]
+            self._existing.add(keys)
+        return [json.loads(value) for value in self._ask(self._store.multi_get, list(keys))]
 
     def has_all(self, keys: Sequence[str]) -> bool:
-        """Tell whether all of the keys exist; a file store also counts those that were deleted."""
+        """Tell whether all of the keys exist."""
         return self._ask(self._store.check, list(keys))
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete keys, whether they exist or not."""
-        for key in keys:
-            self._ask(self._store.delete_key, key)
 
     @staticmethod
     def _ask(request: Callable[..., _T], *args: object) -> _T:
@@ -126,7 +124,6 @@ class Link:
         # Where rank 0 hosts it, it ends with the last reference there, whatever is still connected.
         self._kept_store = store if is_background else None
         self.board, self.heartbeat_board = _boards(store, prefix)
-        self.leftovers: list[str] = []
 
     def next_number(self, what: str) -> int:
         """Return the number of the next operation; every rank but rank 0 waits until there is one.

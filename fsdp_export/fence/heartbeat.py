@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable
 
 from ..errors import RankError
@@ -33,7 +32,6 @@ class Heartbeat(threading.Thread):
         failure: The first rank that is known to have failed or died.
         lost: The error, if the store is gone.
         dead: What is reported of the watched ranks that stopped beating, by index.
-        garbage: Keys to delete with the next beat.
     """
 
     def __init__(self, board: Board, number: int, index: int, watched: Iterable[int]) -> None:
@@ -41,13 +39,12 @@ class Heartbeat(threading.Thread):
         self.failure: Report | None = None
         self.lost: RankError | None = None
         self.dead: dict[int, Report] = {}
-        self.garbage: deque[str] = deque()
         self._board = board
         self._number = number
         self._index = index
         self._watched = frozenset(watched)
         self._num_beats = 0
-        self._seen: dict[int, tuple[int | None, int]] = {}
+        self._seen: dict[int, tuple[object, int]] = {}
         self._owner = threading.current_thread()
         self._is_over = threading.Event()
         self._beat()
@@ -61,7 +58,6 @@ class Heartbeat(threading.Thread):
                     return
                 self._beat()
                 self._watch()
-                self.delete_garbage()
         except RankError as error:
             self.lost = error
 
@@ -71,22 +67,18 @@ class Heartbeat(threading.Thread):
         if self.is_alive():
             self.join()
 
-    def delete_garbage(self) -> None:
-        """Delete the keys that nobody needs any more; for other threads only after `stop`."""
-        self._board.delete(self.garbage.popleft() for _ in range(len(self.garbage)))
-
     def _beat(self) -> None:
         self._num_beats += 1
-        self._board.write(f"{self._number}/beat/{self._index}", self._num_beats)
+        self._board.write(f"beat/{self._index}", [self._number, self._num_beats])
         # A write has no answer; that of this read says that the beat has arrived.
-        report = self._board.read(f"{self._number}/failed")
-        if self.failure is None and report is not None:
-            self.failure = Report(*report)
+        failure = self._board.read("failed")
+        if self.failure is None and failure is not None and failure[0] == self._number:
+            self.failure = Report(*failure[1])
 
     def _watch(self) -> None:
         for index in self._watched.difference(self.dead):
-            beat = self._board.read(f"{self._number}/beat/{index}")
-            if beat is None and index:
+            beat = self._board.read(f"beat/{index}")
+            if index and (beat is None or beat[0] < self._number):
                 # It has not called yet; rank 0 has, or there would be no operation.
                 continue
             last, silence = self._seen.get(index, (None, 0))
@@ -104,4 +96,4 @@ class Heartbeat(threading.Thread):
         self.dead[index] = report
 
     def _post(self, report: Report) -> None:
-        self._board.write(f"{self._number}/failed", report)
+        self._board.write("failed", [self._number, report])

@@ -21,6 +21,7 @@ __all__ = ["Operation", "SharedOperation"]
 PATIENCE_SECONDS = 15.0
 
 _VALUE, _END = "value", "end"
+_NO_VALUES = (-1, None)
 
 
 class Operation:
@@ -80,7 +81,7 @@ class SharedOperation(Operation):
         self._others = range(1, len(link.roster.ranks))
         self._callers = set(self._others)
         self._roster = link.roster
-        self._round = self._oldest_round = 0
+        self._round = 0
         self._deadline: float | None = None
         self._notice: Report | None = None
         self._verdict: ExportError | None = None
@@ -96,9 +97,6 @@ class SharedOperation(Operation):
         self._heartbeat.start()
         cards = [json.loads(card) for card in self.agree(json.dumps([socket.gethostname(), self._what]))]
         self._roster = self._roster._replace(hosts=[host for host, _ in cards])
-        # All have left whatever was before.
-        self._heartbeat.garbage.extend(self._link.leftovers)
-        self._link.leftovers.clear()
         for index, (_, what) in enumerate(cards):
             if what != cards[0][1]:
                 self._verdict = DisagreementError(
@@ -135,7 +133,7 @@ class SharedOperation(Operation):
         is_own = self._verdict is None and self._notice is None
         try:
             if is_own:
-                self._board.write(self._key("failed"), report)
+                self._board.write("failed", [self._number, report])
             self._meet(report)
         except ExportError as verdict:
             if verdict is not error:
@@ -143,27 +141,22 @@ class SharedOperation(Operation):
         raise error
 
     def close(self) -> None:
-        """Leave the operation: rank 0 after all others, and with its keys."""
-        have_left = False
+        """Leave the operation: rank 0 after all others."""
         try:
-            with contextlib.suppress(RankError):
-                have_left = self._index == 0 and self._await_others()
+            if self._index == 0:
+                with contextlib.suppress(RankError):
+                    self._await_others()
         finally:
             self._heartbeat.stop()
-        with contextlib.suppress(RankError):
-            if self._index:
-                self._board.write(self._key("left", self._index), self._number)
-            else:
-                self._delete_keys(at_once=have_left)
-
-    def _key(self, *parts: object) -> str:
-        return "/".join(map(str, (self._number, *parts)))
+        if self._index:
+            with contextlib.suppress(RankError):
+                self._board.write(f"left/{self._index}", self._number)
 
     def _interrupt(self, report: Report) -> None:
         """Tell the others without waiting for any of them."""
-        self._board.write(self._key("failed"), report)
+        self._board.write("failed", [self._number, report])
         if self._index:
-            self._board.write(self._key(self._round, self._index), report)
+            self._report(report)
         else:
             self._deadline = time.monotonic()
             self._meet(report)
@@ -183,17 +176,22 @@ class SharedOperation(Operation):
         self._verdict = to_error(kind, str(content))
         raise self._verdict
 
+    def _report(self, report: Report) -> None:
+        self._board.write(f"report/{self._index}", [self._number, self._round, report])
+
     def _obey(self, report: Report) -> Sequence[Any]:
         """Report to rank 0, and return the verdict that it writes."""
-        self._board.write(self._key(self._round, self._index), report)
+        self._report(report)
 
         def attempt(_: float) -> Sequence[Any] | None:
-            verdict: Sequence[Any] | None = self._board.read(self._key(self._round, "verdict"))
-            if verdict is None and self._heartbeat.failure is not None:
-                verdict = self._board.read(self._key("verdict"))
-            if verdict is None and self._heartbeat.dead:
-                verdict = self._roster.verdict(self._heartbeat.dead.values())
-            return verdict
+            number, values, error = self._verdict_in_store()
+            if number == self._number and values[0] == self._round:
+                return _VALUE, values[1]
+            if number == self._number and error is not None:
+                return tuple(error)
+            if number > self._number:
+                return RankError.__name__, f"{self._what} failed on other ranks, which have called another one since"
+            return self._roster.verdict(self._heartbeat.dead.values()) if self._heartbeat.dead else None
 
         verdict = poll(attempt, self._link.longest_pause)
         self._round += 1
@@ -214,35 +212,42 @@ class SharedOperation(Operation):
         else:
             assert len({report.kind for report in reports.values()}) == 1, "some ranks ended where others go on"
             verdict = (_VALUE, [reports[index].text for index in sorted(reports)])
-            self._heartbeat.garbage.extend(self._keys_of_rounds(self._round))
-            self._oldest_round = self._round
-        key = self._key(self._round, "verdict")
-        self._round += 1
-        if verdict[0] != _VALUE:
-            self._board.write(self._key("verdict"), verdict)
-        self._board.write(key, verdict)
+        self._publish(*verdict)
         return verdict
+
+    def _verdict_in_store(self) -> tuple[int, Sequence[Any], Sequence[str] | None]:
+        """Return the newest verdict: of which operation, in which round there were values and which, and its error."""
+        return self._board.read("verdict") or (0, _NO_VALUES, None)
+
+    def _publish(self, kind: str, content: Any) -> None:
+        """Write a verdict. An error leaves the one before it, which a rank may still have to read, where it is."""
+        values: Sequence[Any] = (self._round, content)
+        error = None
+        if kind != _VALUE:
+            number, last_values, _ = self._verdict_in_store()
+            values, error = last_values if number == self._number else _NO_VALUES, (kind, content)
+        self._round += 1
+        self._board.write("verdict", [self._number, values, error])
 
     def _hear(self, *, is_failing: bool) -> dict[int, Report]:
         """Wait for the reports of all other ranks; once one failed, only for those that can still come soon."""
-        keys = [self._key(self._round, index) for index in self._others]
+        keys = self._keys("report")
         absence = Absence(self._what, self._link)
 
-        def absent() -> list[int]:
-            return [index for index, key in zip(self._others, keys, strict=True) if self._board.read(key) is None]
-
-        def attempt(waited: float) -> list[Any] | None:
-            reports = self._board.read_all(keys)
-            if reports is not None:
+        def attempt(waited: float) -> dict[int, Report] | None:
+            found = zip(self._others, self._board.read_all(keys), strict=True)
+            here = [self._number, self._round]
+            reports = {index: Report(*each[2]) for index, each in found if each is not None and each[:2] == here}
+            if len(reports) == len(keys):
                 return reports
+            absent = [index for index in self._others if index not in reports]
             if is_failing or self._heartbeat.failure is not None:
-                is_over = self._is_hopeless(absent())
+                is_over = self._is_hopeless(absent)
             else:
-                is_over = self._round == 0 and absence.is_too_long(waited, absent)
-            return [self._board.read(key) for key in keys] if is_over else None
+                is_over = self._round == 0 and absence.is_too_long(waited, lambda: absent)
+            return reports if is_over else None
 
-        reports = zip(self._others, poll(attempt, self._link.longest_pause), strict=True)
-        return {index: Report(*report) for index, report in reports if report is not None}
+        return poll(attempt, self._link.longest_pause)
 
     def _is_hopeless(self, absent: Iterable[int]) -> bool:
         """Tell whether none of these ranks will report any more, or not for long."""
@@ -252,9 +257,8 @@ class SharedOperation(Operation):
         gone = set(self._heartbeat.dead)
         if self._heartbeat.failure is not None:
             gone.add(self._heartbeat.failure.position)
-        return now >= self._deadline or all(
-            index in gone or self._board.read(self._key("left", index)) is not None for index in absent
-        )
+        left = self._left()
+        return now >= self._deadline or all(index in gone or index in left for index in absent)
 
     def _failures(self, reports: Iterable[Report]) -> list[Report]:
         """Return one report of every rank that failed: rather what it said itself than that it fell silent."""
@@ -262,31 +266,22 @@ class SharedOperation(Operation):
         known = [*self._heartbeat.dead.values(), *([failure] if failure is not None else []), *reports]
         return list({report.position: report for report in known if report.is_error}.values())
 
-    def _await_others(self) -> bool:
-        """As rank 0, wait until the others have left; return whether every rank has."""
+    def _await_others(self) -> None:
+        """As rank 0, wait until the others have left."""
         now = time.monotonic()
         # Others learn of a failure with their next beat.
         deadline = max(self._deadline or now + PATIENCE_SECONDS, now + 2 * heartbeat.BEAT_SECONDS)
 
         def attempt(_: float) -> bool | None:
-            keys = [self._key("left", index) for index in self._callers.difference(self._heartbeat.dead)]
-            if not keys or self._board.has_all(keys):
-                return len(keys) == len(self._others)
-            return False if time.monotonic() > deadline else None
+            awaited = self._callers.difference(self._heartbeat.dead, self._left())
+            return True if not awaited or time.monotonic() > deadline else None
 
-        return poll(attempt, self._link.longest_pause)
+        poll(attempt, self._link.longest_pause)
 
-    def _keys_of_rounds(self, stop: int) -> list[str]:
-        rounds = range(self._oldest_round, stop)
-        return [self._key(number, name) for number in rounds for name in (*self._others, "verdict")]
+    def _left(self) -> set[int]:
+        """Return the ranks that have left this operation."""
+        numbers = zip(self._others, self._board.read_all(self._keys("left")), strict=True)
+        return {index for index, number in numbers if number is not None and number >= self._number}
 
-    def _delete_keys(self, *, at_once: bool) -> None:
-        """Delete what the operation wrote, now or, if a rank can still look for it, in the next operation."""
-        keys = [self._key("failed"), self._key("verdict"), self._key("beat", 0)]
-        keys += [self._key(name, index) for name in ("beat", "left") for index in self._others]
-        keys += self._keys_of_rounds(self._round + 1)
-        if at_once:
-            self._heartbeat.garbage.extend(keys)
-        else:
-            self._link.leftovers.extend(keys)
-        self._heartbeat.delete_garbage()
+    def _keys(self, name: str) -> tuple[str, ...]:
+        return tuple(f"{name}/{index}" for index in self._others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -19,6 +20,7 @@ class Sink:
 
     The calls come in this order. Ranks meet between the lines, and an exception on any rank ends the export on all::
 
+        card        every rank        what the first rank must know of this one, a string
         begin       first rank        announce the update; may return a ticket, a string that all ranks get
         open        every rank        connect, open files
         write       every rank        any number of pieces
@@ -41,11 +43,16 @@ class Sink:
     copies_files: bool = False
     wants_aliases: bool = False
 
-    def begin(self, plan: Plan) -> str:
+    def card(self) -> str:
+        """Return what the first rank must know of this one, such as an address. Called on every rank."""
+        return ""
+
+    def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         """Prepare the update. Called on the first rank only.
 
         Args:
-            plan: Names, shapes and dtypes of all outputs, in order.
+            plan: Names, shapes and dtypes of all outputs; with delivery `"everyone"` in the order in which they come.
+            cards: The cards of all ranks, in order.
 
         Returns:
             The ticket.

@@ -1,53 +1,58 @@
-"""Compares what an export delivers with what was written: the same walk, whose pieces go against a folder's rows."""
+"""Compares what an export delivers with another checkpoint: the same walk, whose pieces go against the other's rows."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from ..errors import ComparisonError, ExportError
-from ..memory import bytes_of
 from ..plan import Plan
-from ..spec import TensorInfo, TensorSpec
+from ..spec import TensorInfo
 from ..steps import Piece
 from ..table import dtype_name
-from ..verification import Difference, Verification
+from ..verification import Comparison, Difference
 from .base import Delivery, Sink
-from .compare_files import compare_files
+from .compare_values import values_that_differ
+from .pairing import Pairs, Tie, pair
 
-__all__ = ["CompareSink", "Written"]
+__all__ = ["MAX_DIFFERENCES", "CompareSink", "Differences", "Other", "difference_from"]
 
-_MAX_DIFFERENCES = 20
+MAX_DIFFERENCES = 20
+"""How many differences are told."""
+
 # Memory of this size is used again and again, where larger ones are new, zeroed pages every time.
 _CHUNK_BYTES = 4 << 20
-_BLOCK_ELEMENTS = 1 << 18
-_WORD_BYTES = 8
 
 
-class Written(Protocol):
-    """A folder that was written, read row by row from any number of threads.
+class Other(Protocol):
+    """A checkpoint that is compared with, read row by row.
 
     Attributes:
         specs: Its tensors.
+        is_concurrent: Whether rows may be asked for by several threads at once.
     """
 
-    specs: tuple[TensorSpec, ...]
+    @property
+    def specs(self) -> Sequence[TensorInfo]:
+        """See above."""
+        ...
 
-    def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
-        """Return rows of a tensor, on the CPU."""
+    @property
+    def is_concurrent(self) -> bool:
+        """See above."""
+        ...
+
+    def rows(self, spec: Any, first: int, stop: int) -> torch.Tensor:
+        """Return rows of one of its tensors."""
         ...
 
     def file_of(self, name: str) -> Path:
-        """Return the file that has a tensor."""
+        """Return the file that has a tensor, or the folder."""
         ...
 
     def close(self) -> None:
@@ -55,242 +60,186 @@ class Written(Protocol):
         ...
 
 
-class CompareSink(Sink):
-    """Compares every piece with the rows that a folder has of it, byte by byte. Writes nothing.
+@dataclass(frozen=True, slots=True)
+class Differences:
+    """What all ranks found.
 
-    A difference is no error, so that all of them are found: ask `card` for this rank's, and `verification` for
+    Attributes:
+        num_differing: Number of tensors that differ, are missing or are unexpected.
+        first: How the first of them do.
+        largest: The largest absolute difference of two values.
+    """
+
+    num_differing: int
+    first: list[Difference]
+    largest: float
+
+
+class CompareSink(Sink):
+    """Compares every piece with the rows that another checkpoint has of it, byte by byte. Writes nothing.
+
+    A difference is no error, so that all of them are found: ask `card` for this rank's, and `comparison` for
     everyone's. Pieces may come from several threads.
 
     Args:
-        folder: What is read back.
-        open_written: Opens it; called on every rank.
+        folder: The other checkpoint.
+        open_other: Opens it; called on every rank.
+        ties: Pairs of names that are one tensor, of which either checkpoint may have either.
     """
 
     delivery: Delivery = "once"
-    is_concurrent = True
 
-    def __init__(self, folder: Path, open_written: Callable[[], Written]) -> None:
-        self.folder = folder
-        self._open_written = open_written
-        self._written: Written | None = None
+    def __init__(self, folder: Path, open_other: Callable[[], Other], ties: Sequence[Tie] = ()) -> None:
+        self.folder, self.is_concurrent = folder, True
+        self._open_other, self._ties = open_other, ties
+        self._other: Other | None = None
         self._plan: Plan | None = None
-        self._specs: dict[str, TensorSpec] = {}
-        self._differences: dict[str, Difference] = {}
-        self._file_differences: list[Difference] = []
-        self._num_files: int | None = None
+        self._pairs = Pairs()
+        # By the name, and whether it is about values.
+        self._differences: dict[tuple[str, bool], Difference] = {}
         self._lock = threading.Lock()
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
-        """Open the folder and compare names, shapes and dtypes; see `Sink.open`.
-
-        Raises:
-            ComparisonError: It cannot be read, or its files do not fit together.
-        """
-        try:
-            self._written = self._open_written()
-        except ExportError as error:
-            raise ComparisonError(f"what was written cannot be read back: {error}") from error
-        files = {self._written.file_of(spec.name) for spec in self._written.specs if spec.num_bytes}
-        for file in files:
-            _drop_pages(file)
+        """Open the other checkpoint and compare names, shapes and dtypes; see `Sink.open`."""
+        self._other = self._open_other()
+        self.is_concurrent = self._other.is_concurrent
         self._plan, self._differences = plan, {}
-        self._specs = {spec.name: spec for spec in self._written.specs}
+        self._pairs = pair(plan.outputs, self._other.specs, self._ties)
+        for output in self._pairs.missing:
+            self._add(Difference("missing", output.name, str(self.folder), expected=_describe(output)))
         for output in plan.outputs:
-            self._compare_info(output)
-        expected = {output.name for output in plan.outputs}
-        for spec in self._written.specs:
-            if spec.name not in expected:
-                self._add(Difference("unexpected", spec.name, self._file(spec.name), found=_describe(spec)))
-        if rank == plan.ranks[0]:
-            compared = compare_files(self.folder, files, are_equal=not self._differences)
-            self._file_differences, self._num_files = compared.differences, compared.num_files
+            pairs = self._pairs.others.get(output.name, [])
+            self._pairs.others[output.name] = [pair for pair in pairs if self._is_comparable(output, *pair)]
+        for spec in self._pairs.unexpected:
+            self._add(Difference("unexpected", spec.name, self._file(spec.name), found=_describe(spec)))
 
     def write(self, piece: Piece) -> None:
-        """Compare the bytes of rows; see `Sink.write`."""
+        """Compare rows; see `Sink.write`."""
         info = piece.info
-        spec = self._specs.get(info.name)
-        if spec is None:
+        others = self._pairs.others.get(info.name)
+        if not others:
             return
         expected = piece.tensor.detach().cpu().contiguous()
-        if not info.shape:
-            self._compare(spec, 0, expected)
-            return
         rows = max(_CHUNK_BYTES // max(info.row_bytes, 1), 1)
-        for first in range(0, expected.shape[0], rows):
-            self._compare(spec, piece.first_row + first, expected[first : first + rows])
+        for first in range(0, expected.shape[0], rows) if info.shape else (0,):
+            part = expected[first : first + rows] if info.shape else expected
+            for name, spec in others:
+                self._compare(name, spec, piece.first_row + first, part)
 
     def close(self) -> None:
-        """Close the folder."""
-        if self._written is not None:
-            self._written.close()
-            self._written = None
+        """Close the other checkpoint."""
+        if self._other is not None:
+            self._other.close()
+            self._other = None
 
     def abort(self) -> None:
-        """Close the folder."""
+        """Close the other checkpoint."""
         self.close()
 
     def card(self) -> str:
-        """Return what this rank found, for `verification`; empty if all was equal and it looked at tensors alone."""
-        assert self._plan is not None
-        if not self._differences and not self._file_differences and self._num_files is None:
-            return ""
-        outputs = [output.name for output in self._plan.outputs]
-        differing = [name in self._differences for name in outputs]
-        ordered = dict.fromkeys([*outputs, *self._differences])
-        found = [asdict(self._differences[name]) for name in ordered if name in self._differences]
-        of_files = list(map(asdict, self._file_differences))
-        return json.dumps(
-            {
-                "differing": "".join("01"[differs] for differs in differing),
-                "num_unexpected": len(found) - sum(differing),
-                "found": found[:_MAX_DIFFERENCES],
-                "num_of_files": len(of_files),
-                "of_files": of_files[:_MAX_DIFFERENCES],
-                "num_files": self._num_files,
-            }
-        )
+        """Return what this rank found, for `comparison`; empty if all was equal."""
+        return json.dumps(self.facts()) if self._differences else ""
 
-    def verification(self, cards: Sequence[str], seconds: float) -> Verification:
+    def comparison(self, cards: Sequence[str], seconds: float, source: Path | None = None) -> Comparison:
         """Join what all ranks found.
 
         Args:
             cards: What `card` returned on each of them.
             seconds: How long it took.
+            source: Where the pieces came from.
         """
         assert self._plan is not None
-        outputs = [output.name for output in self._plan.outputs]
-        found = [json.loads(card) for card in cards if card]
-        differing = {name for each in found for name, bit in zip(outputs, each["differing"], strict=True) if bit == "1"}
-        joined: dict[str, Difference] = {}
-        for difference in (_read(fields) for each in found for fields in each["found"]):
-            known = joined.get(difference.name)
-            joined[difference.name] = difference if known is None else known.joined(difference)
-        ordered = dict.fromkeys([*outputs, *joined])
-        # Every rank sees the same files, and the first one looks at what is in them besides tensors.
-        num_unexpected = max((each["num_unexpected"] for each in found), default=0)
-        of_files = [_read(fields) for each in found for fields in each["of_files"]]
-        num_of_files = sum(each["num_of_files"] for each in found)
-        return Verification(
+        found = self.joined([json.loads(card) for card in cards if card])
+        return Comparison(
             self.folder,
-            len(outputs),
+            len(self._plan.outputs),
             self._plan.num_bytes,
             seconds,
-            num_differing=len(differing) + num_unexpected + num_of_files,
-            differences=[*(joined[name] for name in ordered if name in joined), *of_files][:_MAX_DIFFERENCES],
-            num_files=next((each["num_files"] for each in found if each["num_files"] is not None), None),
+            found.num_differing,
+            found.first,
+            source=source,
+            num_tied=len({name for name, _ in self._ties}),
+            largest=found.largest,
         )
 
-    def _compare_info(self, output: TensorInfo) -> None:
-        """Compare what the folder says of a tensor; one that cannot be equal is not read."""
-        spec = self._specs.get(output.name)
-        if spec is None:
-            self._add(Difference("missing", output.name, str(self.folder), expected=_describe(output)))
-        elif (spec.shape, spec.dtype) != (output.shape, output.dtype):
-            kind = "shape" if spec.shape != output.shape else "dtype"
-            file, expected, found = self._file(output.name), _describe(output), _describe(spec)
-            self._add(Difference(kind, output.name, file, expected, found))
-            del self._specs[output.name]
+    def facts(self) -> dict[str, Any]:
+        """Return what this rank found in tensors, as JSON values for `joined`."""
+        assert self._plan is not None
+        differing = {name for name, _ in self._differences}
+        outputs = [output.name for output in self._plan.outputs]
+        unexpected = {spec.name for spec in self._pairs.unexpected}
+        keys = sorted(self._differences, key=self._order(outputs))[:MAX_DIFFERENCES]
+        return {
+            "differing": "".join("01"[name in differing] for name in outputs),
+            # Every rank sees the same names, and all of them may be unexpected; those of ties are few.
+            "num_unexpected": len(unexpected),
+            "tied": sorted(differing - unexpected - set(outputs)),
+            "found": [asdict(self._differences[key]) for key in keys],
+            "largest": max((difference.largest for difference in self._differences.values()), default=0.0),
+        }
 
-    def _compare(self, spec: TensorSpec, first: int, expected: torch.Tensor) -> None:
-        """Compare rows from `first` on with those that were written."""
-        assert self._written is not None
-        try:
-            found = self._written.rows(spec, first, first + (expected.shape[0] if spec.shape else 1))
-        except ExportError as error:
-            self._add(Difference("unreadable", spec.name, self._file(spec.name), found=str(error)))
+    def joined(self, facts: Sequence[dict[str, Any]]) -> Differences:
+        """Join what ranks found in tensors."""
+        assert self._plan is not None
+        outputs = [output.name for output in self._plan.outputs]
+        differing = {name for each in facts for name, bit in zip(outputs, each["differing"], strict=True) if bit == "1"}
+        differing |= {name for each in facts for name in each["tied"]}
+        joined: dict[tuple[str, bool], Difference] = {}
+        for difference in (difference_from(fields) for each in facts for fields in each["found"]):
+            key = _key(difference)
+            joined[key] = joined[key].joined(difference) if key in joined else difference
+        keys = sorted(joined, key=self._order(outputs))[:MAX_DIFFERENCES]
+        return Differences(
+            len(differing) + max((each["num_unexpected"] for each in facts), default=0),
+            [joined[key] for key in keys],
+            max((each["largest"] for each in facts), default=0.0),
+        )
+
+    def _order(self, outputs: Sequence[str]) -> Callable[[tuple[str, bool]], tuple[int, bool]]:
+        """Return a sort key that puts differences into the order of the checkpoint."""
+        names = dict.fromkeys([*outputs, *(name for name, _ in self._differences)])
+        position = {name: index for index, name in enumerate(names)}
+        return lambda key: (position.get(key[0], len(position)), key[1])
+
+    def _is_comparable(self, output: TensorInfo, name: str, spec: TensorInfo) -> bool:
+        """Compare what the checkpoints say of a tensor; one of another shape is not read."""
+        if (spec.shape, spec.dtype) != (output.shape, output.dtype):
+            kind = "shape" if spec.shape != output.shape else "dtype"
+            self._add(Difference(kind, name, self._file(spec.name), _describe(output), _describe(spec)))
+        return spec.shape == output.shape
+
+    def _compare(self, name: str, spec: TensorInfo, first: int, expected: torch.Tensor) -> None:
+        """Compare rows from `first` on with those of the other checkpoint."""
+        found = self._read(spec, first, first + (expected.shape[0] if spec.shape else 1))
+        if found is None:
             return
-        if not _are_equal(expected, found):
-            self._add(_difference(spec, first, expected, found, self._file(spec.name)))
+        values = values_that_differ(spec.shape, first, expected, found)
+        if values is not None:
+            self._add(Difference("values", name, self._file(spec.name), **values))
+
+    def _read(self, spec: TensorInfo, first: int, stop: int) -> torch.Tensor | None:
+        assert self._other is not None
+        return self._other.rows(spec, first, stop)
 
     def _file(self, name: str) -> str:
-        assert self._written is not None
-        return str(self._written.file_of(name))
+        assert self._other is not None
+        return str(self._other.file_of(name))
 
     def _add(self, difference: Difference) -> None:
+        key = _key(difference)
         with self._lock:
-            known = self._differences.get(difference.name)
-            self._differences[difference.name] = difference if known is None else known.joined(difference)
+            known = self._differences.get(key)
+            self._differences[key] = difference if known is None else known.joined(difference)
 
 
-def _read(fields: dict[str, Any]) -> Difference:
+def difference_from(fields: dict[str, Any]) -> Difference:
+    """Return a difference as another rank found it."""
     return Difference(**{**fields, "index": tuple(fields["index"])})
+
+
+def _key(difference: Difference) -> tuple[str, bool]:
+    return difference.name, difference.kind not in {"missing", "unexpected", "shape", "dtype"}
 
 
 def _describe(info: TensorInfo) -> str:
     return f"{list(info.shape)} {dtype_name(info.dtype)}"
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Compare bytes: a NaN equals itself, a zero is not the negative one."""
-    one, other = bytes_of(one), bytes_of(other)
-    if not (one.storage_offset() % _WORD_BYTES or other.storage_offset() % _WORD_BYTES):
-        # Six times as fast as byte by byte.
-        whole = one.numel() // _WORD_BYTES * _WORD_BYTES
-        if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
-            return False
-        one, other = one[whole:], other[whole:]
-    return torch.equal(one, other)
-
-
-def _difference(info: TensorInfo, first_row: int, expected: torch.Tensor, found: torch.Tensor, file: str) -> Difference:
-    """Tell how rows differ, block by block."""
-    expected, found = expected.reshape(-1), found.reshape(-1)
-    first, num_differing, largest = -1, 0, 0.0
-    for begin, one, other in _blocks(expected, found):
-        pair = (bytes_of(each).view(-1, info.dtype.itemsize) for each in (one, other))
-        differs = torch.ne(*pair).any(dim=1)
-        count = int(differs.sum())
-        if count:
-            first = begin + int(differs.to(torch.uint8).argmax()) if first < 0 else first
-            num_differing += count
-            largest = max(largest, _largest(one, other, differs))
-    return Difference(
-        "values",
-        info.name,
-        file,
-        expected=_text(expected[first]),
-        found=_text(found[first]),
-        index=_index(info, first_row * math.prod(info.shape[1:]) + first),
-        num_differing=num_differing,
-        num_values=math.prod(info.shape),
-        largest=largest,
-    )
-
-
-def _blocks(one: torch.Tensor, other: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    for begin in range(0, one.numel(), _BLOCK_ELEMENTS):
-        yield begin, one[begin : begin + _BLOCK_ELEMENTS], other[begin : begin + _BLOCK_ELEMENTS]
-
-
-def _largest(one: torch.Tensor, other: torch.Tensor, differs: torch.Tensor) -> float:
-    """Return the largest absolute difference of values; infinite where one of them is no finite number."""
-    try:
-        apart = (one.to(torch.complex128) - other.to(torch.complex128))[differs].abs()
-    except RuntimeError:  # of a dtype that cannot be converted
-        return math.inf
-    return float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max())
-
-
-def _text(value: torch.Tensor) -> str:
-    try:
-        return str(value.item())
-    except RuntimeError:  # of a dtype whose elements are several numbers
-        return f"0x{bytes(bytes_of(value).tolist()).hex()}"
-
-
-def _index(info: TensorInfo, position: int) -> tuple[int, ...]:
-    index = []
-    for size in reversed(info.shape):
-        position, remainder = divmod(position, size)
-        index.append(remainder)
-    return tuple(reversed(index))
-
-
-def _drop_pages(file: Path) -> None:
-    """Ask the kernel to forget what it keeps of a file, so that the disk is read; it may decline."""
-    with suppress(OSError):
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(descriptor)

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -94,7 +94,7 @@ class FileSink(Sink):
         self._ring: PinnedRing | None = None
         self._writeback = Writeback(is_on=fsync)
 
-    def begin(self, plan: Plan) -> str:
+    def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         """Make the hidden folder, and in it every file with its header and full size; see `Sink.begin`.
 
         Raises:

@@ -196,11 +196,11 @@ class HuggingFaceSink(FileSink):
         self._kind = kind
         self._sidecars = Sidecars()
 
-    def begin(self, plan: Plan) -> str:
+    def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         """Decide on the sidecars, then as `FileSink.begin`."""
         if self._find_sidecars is not None:
             self._sidecars = fitted(self._find_sidecars(), plan)
-        return super().begin(plan)
+        return super().begin(plan, cards)
 
     def write_extras(self, staging: Path, plan: Plan) -> dict[str, Mapping[str, object]]:
         """Write the index and the sidecars."""

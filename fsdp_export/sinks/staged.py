@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
@@ -67,9 +67,13 @@ class StagedSink(Sink):
         self._streams: set[Any] = set()
         self._threads = ExitStack()
 
-    def begin(self, plan: Plan) -> str:
+    def card(self) -> str:
         """As the other sink does."""
-        return self.sink.begin(plan)
+        return self.sink.card()
+
+    def begin(self, plan: Plan, cards: Sequence[str]) -> str:
+        """As the other sink does."""
+        return self.sink.begin(plan, cards)
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """As the other sink does."""

@@ -81,16 +81,11 @@ class HfFolderSource(StoredSource):
         weights = _choose(folder)
         model = _find_model(weights, prefix)
         tensors = {name: weights.tensors[model.keys[name]] for name in sorted(model.keys, key=_natural)}
-        self._folder, files = weights.files.folder, weights.files
+        files = weights.files
         super().__init__(files.folder, files, tensors, partial(_locate, files), ranks=ranks, rank=rank, device=device)
         self.skipped = tuple(sorted(weights.tensors.keys() - set(model.keys.values())))
         num_files = counted(len(weights.found.names), "file")
         self.description = self.describe(weights.found.kind, num_files, prefix=model.prefix)
-
-    def file_of(self, name: str) -> Path:
-        """Return the file that has a tensor; the folder where several have parts of it, or none has an element."""
-        files = {chunk.place.file for chunk in self._tensors[name].chunks}
-        return self._folder / files.pop() if len(files) == 1 else self._folder
 
 
 def _locate(files: DataFiles, tensor: StoredTensor, box: Box, place: Place) -> Located:

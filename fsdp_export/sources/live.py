@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
-from ..compat import local_tensor
+from ..compat import local_of
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
 from ..spec import Mesh, Sharding, TensorSpec
+from .live_blocks import Entry, Form, local_block
+from .structure import Structure
 
 __all__ = ["LiveSource", "find_ranks", "named_tensors"]
 
@@ -87,25 +88,6 @@ def _ddp_modules(model: nn.Module) -> list[str]:
     return [name for name, module in modules if isinstance(module, DistributedDataParallel)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What tensors of one shape that lie on the ranks in one way have in common.
-
-    Attributes:
-        shape: Their global shape.
-        sharding: Who holds which block of them.
-        is_copy: Whether nothing keeps the copies of different ranks equal.
-        local_shape: The shape of this rank's block.
-        device_mesh: Their mesh, which is kept or another one could get its id; None for plain tensors.
-    """
-
-    shape: tuple[int, ...]
-    sharding: Sharding
-    is_copy: bool
-    local_shape: tuple[int, ...]
-    device_mesh: DeviceMesh | None
-
-
 class LiveSource:
     """The parameters and persistent buffers of a module, read where they are between `refresh` and `close`.
 
@@ -146,20 +128,19 @@ class LiveSource:
         own = named_tensors(model)
         self.ranks, self.rank = find_ranks(model, own)
         self._replicated = Sharding.replicated(self.ranks)
-        self._forms: dict[object, _Form] = {}
-        self._specs: dict[str, TensorSpec] = {}
+        self._forms: dict[object, Form] = {}
         self._locals: dict[str, torch.Tensor] = {}
-        facts = [(spec, is_copy, local.device) for spec, is_copy, local in self._read(own)]
-        self._specs = {spec.name: spec for spec, _, _ in facts}
-        self.specs = tuple(self._specs.values())
-        self.copies = tuple(spec for spec, is_copy, _ in facts if is_copy)
+        found = [(entry, block.device) for entry, block in self._read(own)]
+        self._entries, self._structure = [entry for entry, _ in found], Structure(model)
+        self.specs = tuple(entry.spec for entry in self._entries)
+        self.copies = tuple(entry.spec for entry in self._entries if entry.form.is_copy)
         others = [
             name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, torch.Tensor)
         ]
         if others:
             _log.warning("not tensors, and not exported: %s", listing(others))
         device_mesh = self._device_mesh
-        self.device = device or _device(device_mesh, (device for _, _, device in facts))
+        self.device = device or _device(device_mesh, (device for _, device in found))
         where = "whole" if device_mesh is None else f"on {device_mesh.device_type} mesh {self._on_mesh(device_mesh)[0]}"
         name = type(model).__name__.removeprefix("FSDP")
         self.description = f"live {name}, {len(self.specs):,} tensors, {where}"
@@ -170,13 +151,16 @@ class LiveSource:
         Raises:
             SourceError: Names, shapes, dtypes, shardings or ties are not those that were planned.
         """
-        now = list(self._read(named_tensors(self._model)))
-        specs = tuple(spec for spec, _, _ in now)
+        if self._values is None and self._structure.is_unchanged() and self._reread():
+            return
+        found = list(self._read(named_tensors(self._model)))
+        specs = tuple(entry.spec for entry, _ in found)
         changed = set(specs) ^ set(self.specs) if specs != self.specs else None
         if changed:
             names = listing({spec.name for spec in changed})
             raise SourceError(f"the module is not the one that was planned: {names} changed", fix="Make a new Exporter")
-        self._locals = {spec.name: local for spec, _, local in now}
+        self._entries, self._structure = [entry for entry, _ in found], Structure(self._model)
+        self._locals = {entry.spec.name: block for entry, block in found}
 
     def close(self) -> None:
         """Forget the module's memory, which may be freed now: training often moves it away between two walks."""
@@ -185,7 +169,7 @@ class LiveSource:
     def rows(self, spec: TensorSpec, first: int, stop: int) -> torch.Tensor:
         """Return rows of this rank's block, without copying; see `Source.rows`."""
         local = self._locals[spec.name]
-        if not spec.shape:
+        if not spec.shape or stop - first == len(local):
             return local
         begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
@@ -193,8 +177,20 @@ class LiveSource:
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
         """Return None: rows are in memory."""
 
-    def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[TensorSpec, bool, torch.Tensor]]:
-        """Yield every tensor, whether nothing keeps its copies equal, and this rank's block."""
+    def _reread(self) -> bool:
+        """Read the tensors of a module of which each is still the one that was read last; tell whether they are."""
+        locals_ = {}
+        with torch.no_grad():
+            for entry in self._entries:
+                block = entry.block()
+                if block is None:
+                    return False
+                locals_[entry.spec.name] = block
+        self._locals = locals_
+        return True
+
+    def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Yield what there is to know of every tensor, and this rank's block."""
         self._device_mesh = _largest_mesh(own.values())
         for alias, name in self._aliases.items():
             if own.pop(alias, None) is not own.get(name):
@@ -202,19 +198,15 @@ class LiveSource:
                 raise SourceError(what, fix="Make a new Exporter")
         values = own if self._values is None else self._replaced(own, self._values)
         buffers = {name for name, value in own.items() if not isinstance(value, nn.Parameter)}
-        for name, value in values.items():
-            local, form = _local(name, value), self._form(name, value)
-            if local.shape != form.local_shape:
-                if 0 not in form.shape:
+        with torch.no_grad():
+            for name, value in values.items():
+                local, form = local_block(name, value), self._form(name, value)
+                block = form.block(local)
+                if block is None:
                     what, found = "a local tensor of another shape", tuple(local.shape)
                     raise SourceError(what, name=name, expected=form.local_shape, found=found)
-                # Of a tensor without bytes FSDP2 keeps a shard of another shape.
-                local = local.new_empty(form.local_shape)
-            facts = form.shape, local.dtype, form.sharding, name in buffers
-            spec = self._specs.get(name)
-            if spec is None or facts != (spec.shape, spec.dtype, spec.sharding, spec.is_buffer):
-                spec = TensorSpec(name, *facts)
-            yield spec, form.is_copy, local
+                spec = TensorSpec(name, form.shape, local.dtype, form.sharding, name in buffers)
+                yield Entry(spec, form, weakref.ref(value), weakref.ref(local_of(value))), block
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
@@ -234,13 +226,13 @@ class LiveSource:
             _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
         return {name: _replacement(name, tensor, given.get(name)) for name, tensor in own.items()}
 
-    def _form(self, name: str, value: torch.Tensor) -> _Form:
+    def _form(self, name: str, value: torch.Tensor) -> Form:
         device_mesh = value.device_mesh if isinstance(value, DTensor) else None
         key = (id(device_mesh), value.placements, value.shape) if isinstance(value, DTensor) else value.shape
         form = self._forms.get(key)
         if form is None:
             shape, (sharding, is_copy) = tuple(value.shape), self._sharding(name, value)
-            form = _Form(shape, sharding, is_copy, sharding.box(shape, self.rank).shape, device_mesh)
+            form = Form(shape, sharding, is_copy, sharding.box(shape, self.rank).shape, device_mesh)
             self._forms[key] = form
         return form
 
@@ -307,9 +299,9 @@ def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
         raise UsageError("no tensor in state_dict", name=name, found=type(value).__name__)
     expected = own.shape
     if isinstance(own, DTensor) and not isinstance(value, DTensor):
-        expected = local_tensor(own).shape
-        if value.shape == expected:
-            with torch.no_grad():
+        with torch.no_grad():
+            expected = own.to_local().shape
+            if value.shape == expected:
                 mesh, placements = own.device_mesh, own.placements
                 return DTensor.from_local(
                     value, mesh, placements, run_check=False, shape=own.shape, stride=own.stride()
@@ -318,21 +310,6 @@ def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
         what = "a value of another shape in state_dict"
         raise UsageError(what, name=name, expected=tuple(expected), found=tuple(value.shape))
     return value
-
-
-def _local(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's block of a tensor, which is in the module's memory."""
-    if is_lazy(value):
-        raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
-    local = local_tensor(value) if isinstance(value, DTensor) else value.detach()
-    if local.is_meta:
-        raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
-    if type(local) is not torch.Tensor:
-        fix = "Dequantize or flatten it to plain tensors first"
-        raise SourceError("a tensor subclass", name=name, found=type(local).__name__, fix=fix)
-    if local.layout != torch.strided or local.is_quantized:
-        raise SourceError("a layout that cannot be exported", name=name, expected="strided", found=local.layout)
-    return local.resolve_conj().resolve_neg()
 
 
 def _device(device_mesh: DeviceMesh | None, devices: Iterable[torch.device]) -> torch.device:

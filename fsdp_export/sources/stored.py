@@ -137,6 +137,23 @@ class StoredSource:
         names = {place.file for chunk in chunks for place in (chunk.place, *chunk.copies)}
         return {self.folder / name for name in names} if self.folder is not None else set()
 
+    def file_of(self, name: str) -> Path:
+        """Return the file that has a tensor; the folder where several have parts of it, or none has an element."""
+        folder = self.folder or Path()
+        files = {chunk.place.file for chunk in self._tensors[name].chunks}
+        return folder / files.pop() if len(files) == 1 else folder
+
+    def stored_once(self) -> list[list[str]]:
+        """Return the names under which the same bytes are found, those of each tensor together: ties of a saved module.
+
+        Empty tensors have no bytes.
+        """
+        found: dict[object, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            if tensor.chunks:
+                found.setdefault((tensor.shape, tensor.dtype, tensor.chunks), []).append(name)
+        return [names for names in found.values() if len(names) > 1]
+
     def refresh(self) -> None:
         """Do nothing: what was saved does not change."""
 

@@ -66,7 +66,7 @@ def test_an_error_behind_the_loop_is_none_of_the_loop() -> None:
     assert run_ranks(on_rank, 3) == [["rank 1 ("]] * 3
 
 
-def test_keys_of_the_background_are_deleted_as_others_are() -> None:
+def test_keys_of_the_background_do_not_pile_up() -> None:
     def on_rank() -> int:
         behind = fence_of_all(is_background=True)
         counts = []

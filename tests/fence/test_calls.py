@@ -68,7 +68,7 @@ def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: StoreKind
     assert run_ranks(on_rank, 3, store=store) == [[text, "0,1,2", "0,1,2"]] * 3
 
 
-def test_keys_of_calls_in_vain_are_deleted_later() -> None:
+def test_calls_in_vain_leave_no_keys() -> None:
     def on_rank() -> list[int]:
         fence = fence_of_all(timeout=0.7)
         counts = []

@@ -166,7 +166,7 @@ def test_a_lead_interrupted_before_it_writes_a_verdict_is_heard_in_every_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def write(board: Board, key: str, value: object, original: Callable[..., None] = Board.write) -> None:
-        if key == "1/1/verdict":
+        if key == "verdict" and value == [1, (1, [""] * 3), None]:
             raise KeyboardInterrupt
         original(board, key, value)
 
@@ -179,6 +179,36 @@ def test_a_lead_interrupted_before_it_writes_a_verdict_is_heard_in_every_round(
     lead, *others = run_ranks(on_rank, 3)
     assert lead.kind == "KeyboardInterrupt"
     assert {outcome[:2] for outcome in others} == {("RankError", f"rank 0 ({HOST}): interrupted by KeyboardInterrupt")}
+
+
+def test_a_rank_that_reads_late_still_sees_that_the_others_went_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or they would wait for it inside of the collective that comes next."""
+
+    def read_late(board: Board, key: str, original: Callable[..., object] = Board.read) -> object:
+        if key == "verdict":
+            time.sleep(0.5)
+        return original(board, key)
+
+    def on_rank() -> list[float]:
+        sums, started = [], []
+
+        def body(operation: Operation) -> None:
+            operation.agree()
+            sums.append(torch.ones(()))
+            started.append(dist.all_reduce(sums[0], async_op=True))
+            if dist.get_rank() == 0:
+                raise SinkError("full")
+            operation.agree()
+
+        if dist.get_rank() == 2:
+            monkeypatch.setattr(Board, "read", read_late)
+        with pytest.raises(SinkError):
+            run(fence_of_all(), body)
+        for work in started:
+            work.wait()
+        return [float(total) for total in sums]
+
+    assert run_ranks(on_rank, 3) == [[3.0]] * 3
 
 
 def test_an_interrupt_on_every_rank_is_nobodys_error() -> None:

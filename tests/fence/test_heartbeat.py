@@ -94,7 +94,7 @@ def test_several_killed_ranks_are_named_together() -> None:
 def test_a_rank_that_says_what_happened_and_dies_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(board: Board, key: str, value: object, original: Callable[..., None] = Board.write) -> None:
         original(board, key, value)
-        if key == "1/failed":
+        if key == "failed":
             board.read(key)
             die()
 

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from fsdp_export.errors import ComparisonError
 from fsdp_export.plan import Plan
-from fsdp_export.sinks import compare
-from fsdp_export.sinks.compare import CompareSink
+from fsdp_export.sinks import compare, compare_values
+from fsdp_export.sinks.verify import VerifySink
 from fsdp_export.sources.hf_folder import HfFolderSource
 from fsdp_export.spec import Sharding, TensorSpec
 from fsdp_export.steps import Piece, copy_step
@@ -61,7 +61,7 @@ def written(folder, tensors, name="model.safetensors"):
 
 
 def opened(folder, tensors):
-    sink = CompareSink(folder, lambda: HfFolderSource(folder))
+    sink = VerifySink(folder, lambda: HfFolderSource(folder))
     sink.open(plan_of(tensors), 0, "")
     return sink
 
@@ -121,7 +121,7 @@ def test_a_dtype_of_pairs_is_told_in_bytes(tmp_path):
 @pytest.mark.parametrize(("chunk_bytes", "block"), [(1, 7), (100, 1), (4 << 20, 7), (4 << 20, 1 << 18)])
 def test_values_are_counted_over_chunks_blocks_pieces_and_threads(chunk_bytes, block, tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr(compare, "_BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(compare_values, "_BLOCK_ELEMENTS", block)
     tensors = {"a": torch.randn(64, 11), "b": torch.zeros(3)}
     folder = written(tmp_path, tensors)
     changed = {"a": tensors["a"].clone(), "b": tensors["b"]}

@@ -46,7 +46,7 @@ def pieces(seed: int = 0) -> list[Piece]:
 
 
 def export(sink: FileSink, given: list[Piece] | None = None) -> None:
-    sink.open(PLAN, 0, sink.begin(PLAN))
+    sink.open(PLAN, 0, sink.begin(PLAN, []))
     for piece in pieces() if given is None else given:
         sink.write(piece)
     sink.close()
@@ -89,7 +89,7 @@ def test_every_file_is_opened_once_to_write(tmp_path, monkeypatch):
         return real_open(path, flags, *rest, **options)
 
     sink = FileSink(tmp_path, lay_out_files=lambda plan: split_into_files(plan.outputs, 40))
-    ticket = sink.begin(PLAN)
+    ticket = sink.begin(PLAN, [])
     monkeypatch.setattr(os, "open", counting)
     sink.open(PLAN, 0, ticket)
     for piece in pieces():
@@ -128,7 +128,7 @@ def test_abort_leaves_the_old_checkpoint(tmp_path):
     export(FileSink(tmp_path))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     sink = FileSink(tmp_path)
-    sink.open(PLAN, 0, sink.begin(PLAN))
+    sink.open(PLAN, 0, sink.begin(PLAN, []))
     sink.write(pieces()[0])
     sink.abort()
     sink.abort()
@@ -148,6 +148,6 @@ def test_too_little_space_is_told_before_anything_is_written(tmp_path):
     huge = Plan((copy_step(TensorSpec("w", (2**50,), torch.float32, Sharding.replicated((0,)))),))
     sink = FileSink(tmp_path)
     with pytest.raises(SinkError, match=r"too little free space in .*expected 4,503,599,627,.* bytes, found .* bytes"):
-        sink.begin(huge)
+        sink.begin(huge, [])
     sink.abort()
     assert not list(tmp_path.iterdir())

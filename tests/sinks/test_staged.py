@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -39,7 +39,7 @@ class Collected(Sink):
         self.tensors: dict[str, torch.Tensor] = {}
         self.calls: list[str] = []
 
-    def begin(self, plan: Plan) -> str:
+    def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         self.calls.append("begin")
         self.tensors = {info.name: torch.full(info.shape, -1.0).to(info.dtype) for info in plan.outputs}
         return "ticket"
@@ -76,7 +76,7 @@ def plan_of(dtype: torch.dtype) -> Plan:
 def staged(sink: Sink, plan: Plan, tensors: dict[str, torch.Tensor], staging: Any = "auto") -> StagedSink:
     """Stage all rows, seven at a time, and spoil the tensors after that."""
     sink = StagedSink(sink, staging)
-    sink.open(plan, 0, sink.begin(plan))
+    sink.open(plan, 0, sink.begin(plan, []))
     for info in plan.outputs:
         tensor = tensors[info.name]
         for first in range(0, max(info.num_rows, 1), 7):
@@ -156,7 +156,7 @@ def test_threads_for_copies_are_those_of_before_afterwards(monkeypatch):
     try:
         for end in ("close", "abort"):
             sink = StagedSink(Collected(), "auto")
-            sink.open(plan, 0, sink.begin(plan))
+            sink.open(plan, 0, sink.begin(plan, []))
             assert torch.get_num_threads() == 3
             getattr(sink, end)()
             assert torch.get_num_threads() == 1

@@ -1,0 +1,92 @@
+"""Requests to real HTTP servers that answer, refuse, stall or are gone."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from ranks import free_port
+
+from fsdp_export.errors import SinkError, UsageError
+from fsdp_export.transfer.servers import Server, on_all
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if self.path == "/stall":
+            time.sleep(1)
+            self.close_connection = True
+        elif self.path == "/refuse":
+            self._answer(500, b"CUDA ran out of luck")
+        elif self.path == "/text":
+            self._answer(200, b"fine")
+        else:
+            heard = {"path": self.path, "body": json.loads(body or b"null"), "key": self.headers.get("Authorization")}
+            self._answer(200, json.dumps(heard).encode())
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_what_is_sent_arrives(url):
+    server = Server(url + "/", 5, {"Authorization": "Bearer key"})
+    heard = server.post("/update?a=1", {"names": ["ä", "b"], "shapes": [[1, 2], []]}, params={"mode": "keep"})
+    assert heard["body"] == {"names": ["ä", "b"], "shapes": [[1, 2], []]}
+    assert heard["key"] == "Bearer key"
+    assert "mode=keep" in heard["path"]
+    assert server.post("/empty")["body"] is None
+    assert server.get("/version")["path"] == "/version"
+    assert server.post("/text") == "fine"
+
+
+def test_a_refusal_brings_the_body_of_the_answer(url):
+    with pytest.raises(SinkError, match=rf"POST {url}/refuse was refused: found HTTP 500: CUDA ran out of luck"):
+        Server(url, 5).post("/refuse")
+
+
+def test_a_server_that_stalls_is_named(url):
+    with pytest.raises(SinkError, match=rf"no answer to POST {url}/stall within 0.2 s"):
+        Server(url, 5).post("/stall", timeout=0.2)
+
+
+def test_a_server_that_is_not_there_is_named():
+    gone = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(SinkError, match=f"GET {gone}/x failed"):
+        Server(gone, 5).get("/x")
+
+
+def test_several_servers_answer_in_their_order_and_all_that_failed_are_named(url):
+    servers = [Server(url, 5, {"Authorization": name}) for name in "abc"]
+    assert [heard["key"] for heard in on_all(servers, lambda server: server.post("/x"))] == ["a", "b", "c"]
+    first, second = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    others = [Server(first, 5), servers[0], Server(second, 5)]
+    with pytest.raises(SinkError, match=rf"(?s){first}/x failed.*{second}/x failed"):
+        on_all(others, lambda server: server.post("/x"))
+
+
+def test_what_is_no_url_is_refused():
+    with pytest.raises(UsageError, match="expected http://host:port, found localhost:8000"):
+        Server("localhost:8000", 5)
