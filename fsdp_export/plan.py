@@ -134,10 +134,13 @@ class Plan:
                 held.setdefault(ranks, []).append((position, Window(step, (rows,))))
         mine = []
         for ranks, items in held.items():
+            if len(ranks) == 1:
+                mine += items
+                continue
             windows = [window for _, window in items]
             for index, begin, end in share_out(windows, ranks.index(rank), len(ranks)):
                 position, window = items[index]
-                mine.append((position, window.between(begin, end)))
+                mine.append((position, Window(window.step, tuple(rows for _, rows in window.part(begin, end)))))
         return [window for _, window in sorted(mine, key=lambda item: (item[0], item[1].blocks))]
 
     def buckets(self, max_bytes: int, *, whole: bool, held: bool) -> list[BucketPlan]:
@@ -217,8 +220,7 @@ def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tupl
         if num_bytes == 0 or any(spec.is_buffer for spec in window.step.inputs):
             begin, end = 0, num_units if part == 0 else 0
         else:
-            begin = min(max(first - position, 0), num_bytes) * num_units // num_bytes
-            end = min(max(last - position, 0), num_bytes) * num_units // num_bytes
+            begin, end = (min(max(cut - position, 0) * num_units // num_bytes, num_units) for cut in (first, last))
         if begin < end:
             yield index, begin, end
         position += num_bytes

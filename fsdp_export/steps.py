@@ -215,7 +215,7 @@ def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None) -> Step:
         dtype: What to cast it to; None to keep its dtype.
     """
     output = TensorInfo(spec.name, spec.shape, dtype or spec.dtype)
-    return row_step(spec, (Part(output, (0, spec.num_rows)),))
+    return _copy_step(spec, Part(output, (0, spec.num_rows)))
 
 
 def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
@@ -227,21 +227,26 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
         spec: The tensor.
         parts: The outputs, all of one dtype.
     """
-    outputs = tuple(part.info for part in parts)
-    dtype = outputs[0].dtype
-    is_unitwise = all(part.rows[1] - part.rows[0] == 1 for part in parts)
-    convert: Convert
     if len(parts) == 1 and parts[0].is_all_of(spec):
-        convert = parts[0].of_all
-    elif is_unitwise and spec.shape:
+        return _copy_step(spec, parts[0])
+    outputs, read_dtype = tuple(part.info for part in parts), _narrower(parts[0].info.dtype, spec)
+    is_unitwise = all(part.rows[1] - part.rows[0] == 1 for part in parts)
+    convert: Convert = partial(_cut_rows, parts)
+    if is_unitwise and spec.shape:
         by_unit: dict[int, list[Part]] = {}
         for part in parts:
             by_unit.setdefault(part.rows[0], []).append(part)
         convert = partial(_cut_units, by_unit)
-    else:
-        convert = partial(_cut_rows, parts)
-    read_dtype = dtype if dtype.itemsize < spec.dtype.itemsize else None
     return Step((spec,), outputs, spec.num_rows, read_dtype, convert, parts=parts, is_unitwise=is_unitwise)
+
+
+def _copy_step(spec: TensorSpec, part: Part) -> Step:
+    read_dtype, num_rows = _narrower(part.info.dtype, spec), spec.num_rows
+    return Step((spec,), (part.info,), num_rows, read_dtype, part.of_all, parts=(part,), is_unitwise=num_rows == 1)
+
+
+def _narrower(dtype: torch.dtype, spec: TensorSpec) -> torch.dtype | None:
+    return dtype if dtype.itemsize < spec.dtype.itemsize else None
 
 
 def _cut_units(parts: Mapping[int, Sequence[Part]], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
@@ -288,12 +293,6 @@ class Window:
     def outputs(self) -> list[TensorInfo]:
         """What comes whole with these units, in order."""
         return [info for units in self.blocks for info in self.step.outputs_of(units)]
-
-    def between(self, begin: int, end: int) -> Window:
-        """Return the units `begin` to before `end` of this window."""
-        if (begin, end) == (0, self.num_units):
-            return self
-        return Window(self.step, tuple(rows for _, rows in self.part(begin, end)))
 
     def part(self, begin: int, end: int) -> Iterator[tuple[int, Rows]]:
         """Yield where in the inputs, and which units, the units `begin` to before `end` of this window are."""

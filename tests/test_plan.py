@@ -157,8 +157,6 @@ def test_window_part_finds_rows_and_units():
     assert list(window.part(0, 5)) == [(0, (1, 3)), (2, (5, 8))]
     assert list(window.part(1, 4)) == [(1, (2, 3)), (2, (5, 7))]
     assert list(window.part(2, 2)) == []
-    assert window.between(1, 4) == Window(window.step, ((2, 3), (5, 7)))
-    assert window.between(0, 5) is window
 
 
 def test_casts_move_the_fewest_bytes():
