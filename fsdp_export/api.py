@@ -15,6 +15,7 @@ from .exporter import Exporter
 from .opening import open_checkpoint
 from .pending import PendingSave
 from .sinks.huggingface import Report
+from .sinks.versioned import Destination
 from .verification import Comparison
 
 __all__ = ["compare_checkpoints", "export_checkpoint", "save_checkpoint"]
@@ -22,25 +23,23 @@ __all__ = ["compare_checkpoints", "export_checkpoint", "save_checkpoint"]
 
 @overload
 def save_checkpoint(
-    model: nn.Module, path: str | PathLike[str], *, blocking: Literal[True] = True, **choices: Any
+    model: nn.Module, path: Destination, *, blocking: Literal[True] = True, **choices: Any
 ) -> Report: ...
 
 
 @overload
 def save_checkpoint(
-    model: nn.Module, path: str | PathLike[str], *, blocking: Literal[False], **choices: Any
+    model: nn.Module, path: Destination, *, blocking: Literal[False], **choices: Any
 ) -> PendingSave: ...
 
 
 @overload
-def save_checkpoint(
-    model: nn.Module, path: str | PathLike[str], *, blocking: bool, **choices: Any
-) -> Report | PendingSave: ...
+def save_checkpoint(model: nn.Module, path: Destination, *, blocking: bool, **choices: Any) -> Report | PendingSave: ...
 
 
 def save_checkpoint(
     model: nn.Module,
-    path: str | PathLike[str],
+    path: Destination,
     *,
     blocking: bool = True,
     state_dict: Mapping[str, torch.Tensor] | None = None,
@@ -57,7 +56,7 @@ def save_checkpoint(
 
     Args:
         model: The module: FSDP2 (1-D, HSDP, with tensor parallelism), DDP or plain; on any device.
-        path: The folder. The old checkpoint in it stays until the new one is complete.
+        path: The folder, whose old checkpoint stays until the new one is complete; or a `FolderPerVersion`.
         blocking: False to take the values, return, and write while training goes on; see `Exporter.save`.
         state_dict: Other values under the module's names; see `Exporter`.
         dtype: What floating tensors are cast to, or `"keep"`; see `Exporter`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,16 +14,19 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing import reductions
 
 __all__ = [
     "all_gather_into",
     "before_threads_end",
     "connect",
     "default_store",
+    "disown_shared_memory",
     "has_multi_get",
     "local_of",
     "pin",
     "sent_together",
+    "share_memory",
     "unpin",
 ]
 
@@ -127,3 +131,21 @@ def unpin(memory: torch.Tensor) -> None:
     """Undo `pin`. No copy may be under way."""
     untyped: Any = torch.cuda.cudart
     untyped().cudaHostUnregister(memory.data_ptr())
+
+
+def share_memory(memory: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+    """Return what another process on the same GPU calls, and with what, to see memory of this one."""
+    function, arguments = reductions.reduce_tensor(memory)  # type: ignore[no-untyped-call]
+    return function, arguments
+
+
+def disown_shared_memory(handle: tuple[Callable[..., torch.Tensor], tuple[Any, ...]]) -> None:
+    """Let memory of `share_memory` be freed here even if the other process never says that it has dropped it.
+
+    Torch counts its readers in a file, and keeps the memory of those that died. One that still says so does no harm.
+    """
+    parameters = inspect.signature(reductions.rebuild_cuda_tensor).parameters
+    known = dict(zip(parameters, handle[1], strict=False))
+    release = getattr(known.get("storage_cls"), "_release_ipc_counter", None)
+    if release is not None:
+        release(known["ref_counter_handle"], known["ref_counter_offset"], device=known["storage_device"])

@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
-from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -31,6 +30,7 @@ from .sinks.base import Delivery, Sink
 from .sinks.host_memory import host_memory
 from .sinks.huggingface import Report, folder_sink
 from .sinks.staged import StagedSink, Staging, check_staging, prepare
+from .sinks.versioned import Destination, FolderPerVersion
 from .sources.base import Source
 from .sources.live import find_ranks
 from .transfer.buckets import Bucket, Packer, lay_out
@@ -232,17 +232,17 @@ class Exporter:
             raise
 
     @overload
-    def save(self, path: str | PathLike[str], *, blocking: Literal[True] = True, **choices: Any) -> Report: ...
+    def save(self, path: Destination, *, blocking: Literal[True] = True, **choices: Any) -> Report: ...
 
     @overload
-    def save(self, path: str | PathLike[str], *, blocking: Literal[False], **choices: Any) -> PendingSave: ...
+    def save(self, path: Destination, *, blocking: Literal[False], **choices: Any) -> PendingSave: ...
 
     @overload
-    def save(self, path: str | PathLike[str], *, blocking: bool, **choices: Any) -> Report | PendingSave: ...
+    def save(self, path: Destination, *, blocking: bool, **choices: Any) -> Report | PendingSave: ...
 
     def save(  # type: ignore[misc]  # the overloads stand for these options too
         self,
-        path: str | PathLike[str],
+        path: Destination,
         *,
         blocking: bool = True,
         staging: Staging = "auto",
@@ -261,7 +261,8 @@ class Exporter:
         A save waits for the one before it, and raises its error if nobody waited for that.
 
         Args:
-            path: The folder. Other files in it are left alone; an earlier export of ours is replaced.
+            path: The folder. Other files in it are left alone; an earlier export of ours is replaced. Or a
+                `FolderPerVersion`, to write a new folder each time.
             blocking: False to take the values, return, and write on a thread that uses no collective.
             staging: Where values that are on the device wait: `"device"`, there; `"host"`, in pinned memory, which is
                 kept for the next save; `"auto"`, on the device if it has memory that was never used.
@@ -284,8 +285,10 @@ class Exporter:
         check_staging(staging)
         if not isinstance(self._model, nn.Module):
             raise UsageError("save() needs a module", fix="Use send() with a sink, or export_checkpoint()")
+        folder, make = (path.path, path.sink) if isinstance(path, FolderPerVersion) else (Path(path), None)
         sink = folder_sink(
-            Path(path),
+            folder,
+            make=make,
             format=format,
             has_config=has_config(self._planning.described),
             sidecars=_weak(self._adapter_sidecars if self._planning.is_adapter else self._model_sidecars),

@@ -112,7 +112,7 @@ def start(sink: HuggingFaceSink, write: Callable[[], Report]) -> PendingSave:
     global _latest  # noqa: PLW0603  there is one main thread, and one save behind it
     assert _latest is None or _latest.done()
     sink.write_bytes = _WRITE_BYTES_BESIDE_GPUS if torch.accelerator.is_available() else _WRITE_BYTES
-    _latest = PendingSave(sink.folder, write)
+    _latest = PendingSave(sink.destination, write)
     return _latest
 
 

@@ -116,6 +116,7 @@ def run(
     """
     is_lead = source.rank == plan.ranks[0]
     told = plan.in_order_of_delivery(bucket_bytes) if sink.delivery == "everyone" else plan
+    sink.check = operation.check
     cards = operation.agree(sink.card())
     ticket = operation.agree(sink.begin(told, cards) if is_lead else "")[0]
     sink.open(told, source.rank, ticket)

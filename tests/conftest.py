@@ -1,7 +1,24 @@
 """What all tests rely on."""
 
+import os
 import signal
+from collections.abc import Iterator
+
+import pytest
 
 # A shell that runs the tests in the background starts them with interrupts ignored, and so all they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def nccl_group() -> Iterator[None]:
+    """The process group of the gpu tests, whose ranks torchrun started."""
+    import torch
+    import torch.distributed as dist
+
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    yield
+    dist.destroy_process_group()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,21 +21,13 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_export import Exporter, save_checkpoint
 from fsdp_export.sinks.host_memory import host_memory
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nccl_group")]
 
 OFFLOAD: dict[str, OffloadPolicy] = {
     "pinned": CPUOffloadPolicy(pin_memory=True),
     "unpinned": CPUOffloadPolicy(pin_memory=False),
     "gpu": OffloadPolicy(),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[None]:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -14,8 +14,11 @@ what it asks for first, and removed in the opposite order: an index is there bef
 The process at work holds an flock on `lock` in the inner folder; it survives the renames and ends with the process.
 On a file system without flock (some NFS and Lustre mounts) the process that `lock` names counts as holding it while it
 lives, on another host for ever, and runs that begin in the same instant are not kept apart.
+
+For readers that load while the next checkpoint is written, `versions` keeps a folder for each.
 """
 
 from .publication import MARKER, Publication, files_replaced_by, foreign_weights, is_name, recover
+from .versions import NewVersion
 
-__all__ = ["MARKER", "Publication", "files_replaced_by", "foreign_weights", "is_name", "recover"]
+__all__ = ["MARKER", "NewVersion", "Publication", "files_replaced_by", "foreign_weights", "is_name", "recover"]

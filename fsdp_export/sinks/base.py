@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -36,12 +36,15 @@ class Sink:
         wants_aliases: With `"everyone"`: whether a tied tensor is written once more under each of its other names,
             which `plan.aliases` has, right after that of `plan.outputs`.
         copies_files: Whether `copy` takes rows that lie in files just as they are to be written.
+        check: Set before `begin`. Raises if another rank is known to have failed: call it now and then while you wait
+            for something; any thread may.
     """
 
     delivery: Delivery = "everyone"
     is_concurrent: bool = False
     copies_files: bool = False
     wants_aliases: bool = False
+    check: Callable[[], None] = staticmethod(lambda: None)
 
     def card(self) -> str:
         """Return what the first rank must know of this one, such as an address. Called on every rank."""

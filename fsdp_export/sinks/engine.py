@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -17,6 +17,8 @@ from ..transfer.buckets import Bucket, BucketLayout, Packer, lay_out
 from .base import Delivery, Sink
 
 __all__ = ["EngineSink"]
+
+_CHECK_SECONDS = 0.1
 
 
 class EngineSink(Sink):
@@ -93,7 +95,7 @@ class EngineSink(Sink):
         if self._packer is None or self._thread is None:
             return
         if self._sending and self._sending[0].done():
-            self._sending.popleft().result()
+            self._await_oldest()
         bucket = self._packer.add(piece.info, piece.tensor)
         if bucket is not None:
             device = bucket.buffer.device
@@ -104,7 +106,7 @@ class EngineSink(Sink):
         """Wait until all buckets are sent."""
         if self._packer is not None:
             while self._sending:
-                self._sending.popleft().result()
+                self._await_oldest()
             self._end()
             self._release()
 
@@ -130,12 +132,19 @@ class EngineSink(Sink):
     def _free_buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return the one of two buffers that is not being sent."""
         while len(self._sending) > 1:
-            self._sending.popleft().result()
+            self._await_oldest()
         if len(self._buffers) < 2:  # noqa: PLR2004  one is filled, one is sent
             self._buffers.append(self._new_buffer(self._buffer_bytes, device))
         else:
             self._buffers.reverse()
         return self._buffers[-1]
+
+    def _await_oldest(self) -> None:
+        """Wait until the oldest bucket is sent, or another rank has failed: the engine may wait for that one, too."""
+        sent = self._sending.popleft()
+        while wait([sent], _CHECK_SECONDS).not_done:
+            self.check()
+        sent.result()
 
     def _send_filled(self, bucket: Bucket, filled: Any) -> None:
         if self._has_failed:

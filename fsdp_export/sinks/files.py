@@ -94,6 +94,11 @@ class FileSink(Sink):
         self._ring: PinnedRing | None = None
         self._writeback = Writeback(is_on=fsync)
 
+    @property
+    def destination(self) -> Path:
+        """Where the files are once the export is complete."""
+        return self.folder
+
     def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         """Make the hidden folder, and in it every file with its header and full size; see `Sink.begin`.
 

@@ -133,6 +133,7 @@ def folder_sink(
     fsync: bool,
     provenance: Callable[[], Mapping[str, object]],
     is_lora: bool = False,
+    make: Callable[..., HuggingFaceSink] | None = None,
 ) -> HuggingFaceSink:
     """Return the sink of a format.
 
@@ -149,6 +150,7 @@ def folder_sink(
         fsync: Whether to wait until the disk has the bytes.
         provenance: Tells what the export was made from; called on the first rank.
         is_lora: Whether the tensors are an adapter.
+        make: Makes the sink, which may do more; default: `HuggingFaceSink`.
 
     Raises:
         UsageError: As `folder_layouts`; or the format is `"hf"` and there is no config.
@@ -156,7 +158,7 @@ def folder_sink(
     lay_out_files = folder_layouts(format, has_config=has_config, max_shard_size=max_shard_size, is_lora=is_lora)
     if not (has_config or is_lora) and format == "hf":
         raise UsageError("no config for a Hugging Face folder", fix="Give --base-model, or --format safetensors")
-    return HuggingFaceSink(
+    return (make or HuggingFaceSink)(
         folder,
         lay_out_files=lay_out_files,
         sidecars=sidecars if format != "safetensors" else None,
@@ -222,7 +224,7 @@ class HuggingFaceSink(FileSink):
         if lost and self._find_sidecars is not None:
             missing.append(f"gone with the earlier export, and not replaced: {', '.join(lost)}; {_WAYS_BACK}")
         return Report(
-            path=self.folder,
+            path=self.destination,
             files=self.written,
             num_tensors=len(plan.outputs),
             num_bytes=plan.num_bytes,

@@ -4,15 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import Any, Generic, TypeVar
 
 from ..errors import SinkError, UsageError
 
-__all__ = ["Server", "on_all"]
+__all__ = ["Pending", "RefusedError", "Server", "on_all"]
 
 _T = TypeVar("_T")
 _MAX_BODY_CHARACTERS = 2000
+_POLL_SECONDS = 0.1
+
+
+class RefusedError(SinkError):
+    """A server answered that it does not do what it was asked for.
+
+    Attributes:
+        status: The HTTP status of the answer.
+    """
+
+    def __init__(self, what: str, *, status: int, found: object) -> None:
+        super().__init__(f"{what} was refused", found=found)
+        self.status = status
 
 
 class Server:
@@ -40,7 +53,8 @@ class Server:
         self._timeout = timeout
         self._errors = requests.exceptions
         self._session = requests.Session()
-        self._session.headers.update(headers or {})
+        # One connection a request: the server may have closed an idle one by the time that it is used again.
+        self._session.headers.update({"Connection": "close", **(headers or {})})
 
     def __str__(self) -> str:
         return self.url
@@ -62,7 +76,8 @@ class Server:
             timeout: Seconds to wait for the answer; default: the server's.
 
         Raises:
-            SinkError: There is no server, no answer in time, or an HTTP error, whose body the message has.
+            RefusedError: The answer is an HTTP error, whose body the message has.
+            SinkError: There is no server, or no answer in time.
         """
         return self._ask("POST", path, body, params, timeout)
 
@@ -86,7 +101,7 @@ class Server:
             raise SinkError(f"{what} failed: {reason}", fix="Is the engine running there?") from error
         if not answer.ok:
             text = answer.text[:_MAX_BODY_CHARACTERS]
-            raise SinkError(f"{what} was refused", found=f"HTTP {answer.status_code}: {text}")
+            raise RefusedError(what, status=answer.status_code, found=f"HTTP {answer.status_code}: {text}")
         try:
             return answer.json()
         except ValueError:
@@ -107,3 +122,56 @@ def on_all(servers: Sequence[Server], request: Callable[[Server], _T]) -> list[_
     if len(errors) > 1 and all(isinstance(error, SinkError) for error in errors):
         raise SinkError("; ".join(map(str, errors))) from errors[0]
     return [future.result() for future in pending]
+
+
+class Pending(Generic[_T]):
+    """A request that was just made of all servers at once, each on a thread that nobody has to wait for.
+
+    For requests that are answered only when something else has happened, such as a transfer that this side takes
+    part in: `check` tells early that it never will.
+
+    Args:
+        servers: Whom to ask.
+        request: Makes it of one of them.
+    """
+
+    def __init__(self, servers: Sequence[Server], request: Callable[[Server], _T]) -> None:
+        self._answers: list[Future[_T]] = [Future() for _ in servers]
+        for server, answer in zip(servers, self._answers, strict=True):
+            threading.Thread(
+                target=_answer, args=(answer, request, server), name="fsdp-export-http", daemon=True
+            ).start()
+
+    def is_done(self) -> bool:
+        """Tell whether all servers have answered, well or not."""
+        return all(answer.done() for answer in self._answers)
+
+    def check(self, seconds: float = 0) -> None:
+        """Raise the error of a server that has failed by now.
+
+        Args:
+            seconds: How long to wait for one that fails.
+        """
+        if seconds:
+            wait(self._answers, seconds, FIRST_EXCEPTION)
+        for answer in self._answers:
+            if answer.done():
+                answer.result()
+
+    def wait(self, check: Callable[[], None] = lambda: None) -> list[_T]:
+        """Return all answers, in the order of the servers, or raise the first error of one.
+
+        Args:
+            check: Called now and then while they are waited for; may raise.
+        """
+        while wait(self._answers, _POLL_SECONDS, FIRST_EXCEPTION).not_done:
+            self.check()
+            check()
+        return [answer.result() for answer in self._answers]
+
+
+def _answer(answer: Future[_T], request: Callable[[Server], _T], server: Server) -> None:
+    try:
+        answer.set_result(request(server))
+    except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        answer.set_exception(error)

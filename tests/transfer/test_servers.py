@@ -7,12 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from ranks import free_port
 
 from fsdp_export.errors import SinkError, UsageError
-from fsdp_export.transfer.servers import Server, on_all
+from fsdp_export.transfer.servers import Pending, Server, on_all
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -27,6 +28,7 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, b"fine")
         else:
             heard = {"path": self.path, "body": json.loads(body or b"null"), "key": self.headers.get("Authorization")}
+            heard["connection"] = self.headers.get("Connection")
             self._answer(200, json.dumps(heard).encode())
 
     def do_GET(self) -> None:
@@ -55,7 +57,7 @@ def test_what_is_sent_arrives(url):
     server = Server(url + "/", 5, {"Authorization": "Bearer key"})
     heard = server.post("/update?a=1", {"names": ["ä", "b"], "shapes": [[1, 2], []]}, params={"mode": "keep"})
     assert heard["body"] == {"names": ["ä", "b"], "shapes": [[1, 2], []]}
-    assert heard["key"] == "Bearer key"
+    assert (heard["key"], heard["connection"]) == ("Bearer key", "close")
     assert "mode=keep" in heard["path"]
     assert server.post("/empty")["body"] is None
     assert server.get("/version")["path"] == "/version"
@@ -90,3 +92,28 @@ def test_several_servers_answer_in_their_order_and_all_that_failed_are_named(url
 def test_what_is_no_url_is_refused():
     with pytest.raises(UsageError, match="expected http://host:port, found localhost:8000"):
         Server("localhost:8000", 5)
+
+
+def test_a_request_under_way_is_answered_later_or_fails_early(url):
+    server = Server(url, 5)
+    assert [heard["path"] for heard in Pending([server, server], lambda s: s.post("/x")).wait()] == ["/x", "/x"]
+
+    def request(asked: Server) -> Any:
+        return asked.post("/stall" if asked is server else "/refuse")
+
+    begin = time.monotonic()
+    pending = Pending([server, Server(url, 5)], request)
+    pending.check()
+    with pytest.raises(SinkError, match="CUDA ran out of luck"):
+        pending.check(5)
+    with pytest.raises(SinkError, match="CUDA ran out of luck"):
+        pending.wait()
+    assert time.monotonic() - begin < 0.9
+
+
+def test_whoever_waits_for_a_request_may_lose_patience(url):
+    def check() -> None:
+        raise SinkError("no longer")
+
+    with pytest.raises(SinkError, match="no longer"):
+        Pending([Server(url, 5)], lambda server: server.post("/stall")).wait(check)

@@ -1,0 +1,133 @@
+"""What servers of vLLM and SGLang are told around an update that they make in answer to one request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, Literal
+
+from ..errors import SinkError, UsageError
+from ..transfer.servers import Pending, RefusedError, Server, on_all
+
+__all__ = ["EngineControl", "EngineKind"]
+
+EngineKind = Literal["vllm", "sglang"]
+"""What the servers are."""
+
+_PAUSE = {"vllm": "/pause", "sglang": "/pause_generation"}
+_RESUME = {"vllm": "/resume", "sglang": "/continue_generation"}
+_MODES = {"vllm": ("abort", "wait", "keep"), "sglang": ("abort", "retract", "in_place")}
+
+
+class EngineControl:
+    """One or several servers of a kind. Every request goes to all of them at once, and raises if one fails.
+
+    Args:
+        urls: Where they are.
+        engine: What they are.
+        timeout: Seconds to wait for an answer.
+        pause: How requests are paused, in the engine's words; None if they are not.
+        flush_cache: Whether what was computed with the old weights is dropped.
+        headers: HTTP headers of every request.
+
+    Raises:
+        UsageError: There is no such engine, or way to pause it, or no server.
+    """
+
+    def __init__(
+        self,
+        urls: str | Sequence[str],
+        *,
+        engine: EngineKind,
+        timeout: float,
+        pause: str | None,
+        flush_cache: bool,
+        headers: Mapping[str, str] | None,
+    ) -> None:
+        if engine not in _MODES:
+            raise UsageError("no such engine", expected="vllm or sglang", found=repr(engine))
+        if pause not in {*_MODES[engine], None}:
+            raise UsageError("no such way to pause", expected=f"{', '.join(_MODES[engine])} or None", found=repr(pause))
+        if not urls:
+            raise UsageError("no server of an engine", expected="http://host:port")
+        self.engine, self._is_vllm = engine, engine == "vllm"
+        self._servers = [Server(url, timeout, headers) for url in ([urls] if isinstance(urls, str) else urls)]
+        self._timeout, self._pause, self._flush_cache = timeout, pause, flush_cache
+
+    def pause(self) -> None:
+        """Stop generating, if that is wanted."""
+        if self._pause is not None:
+            mode: Any = {"mode": self._pause}
+            options = {"params": mode} if self._is_vllm else {"body": mode}
+            on_all(self._servers, lambda server: server.post(_PAUSE[self.engine], **options))
+
+    def resume(self) -> None:
+        """Generate again, if that was paused."""
+        if self._pause is not None:
+            body: Any = None if self._is_vllm else {}
+            on_all(self._servers, lambda server: server.post(_RESUME[self.engine], body))
+
+    def update(self, work: Mapping[str, Any], route: str, version: str, timeout: float) -> Pending[Any]:
+        """Ask for an update, which is answered when it is done.
+
+        Args:
+            work: The worker's method and arguments, for vLLM; what SGLang's route needs.
+            route: That of SGLang.
+            version: What the weights will be called.
+            timeout: Seconds to wait for the answer.
+        """
+        if self._is_vllm:
+            return Pending(self._servers, lambda server: server.post("/collective_rpc", work, timeout=timeout))
+        body = {**work, "weight_version": version, "flush_cache": self._flush_cache}
+
+        def request(server: Server) -> None:
+            _check(server.post(route, body, timeout=timeout), f"{server} failed to update its weights")
+
+        return Pending(self._servers, request)
+
+    def result(self, update: Pending[Any], timeout: float) -> None:
+        """Wait for the answers to an update."""
+        deadline = time.monotonic() + timeout
+
+        def check() -> None:
+            if time.monotonic() > deadline:
+                names = ", ".join(map(str, self._servers))
+                what = f"no answer of {names} to the update within {timeout:g} s"
+                raise SinkError(what, fix="Look at the log of the engine")
+
+        update.wait(check)
+
+    def finish(self, version: str, *, is_asked_for: bool) -> None:
+        """Do for vLLM what SGLang does within an update: drop caches, and call the weights something.
+
+        Args:
+            version: What to call them.
+            is_asked_for: Whether a server that cannot do that is an error.
+        """
+        if self._is_vllm:
+            on_all(self._servers, lambda server: self._finish(server, version, is_asked_for=is_asked_for))
+
+    def _finish(self, server: Server, version: str, *, is_asked_for: bool) -> None:
+        if self._flush_cache:
+            answer = server.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            _check(answer, f"{server} did not drop its prefix cache")
+            _post_if_known(server, "/reset_encoder_cache")
+        if is_asked_for:
+            server.post("/update_weight_version", {"new_version": version})
+        else:
+            _post_if_known(server, "/update_weight_version", {"new_version": version})
+
+
+def _check(answer: Any, what: str) -> None:
+    if isinstance(answer, Mapping) and answer.get("success") is False:
+        raise SinkError(what, found=answer.get("message"))
+
+
+def _post_if_known(server: Server, route: str, body: Any = None) -> None:
+    """Make a request that older servers do not know."""
+    try:
+        server.post(route, body)
+    except RefusedError as error:
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise

@@ -1,0 +1,261 @@
+"""Updates of vLLM servers: what arrives, what they are told, and what is left when something fails."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from exports import expected_export
+from fake_vllm import FakeVLLM, digests_of
+from gloo_wire import OverGloo
+from models import shard, tiny
+from ranks import run_ranks
+from torch import nn
+
+from fsdp_export import Exporter
+from fsdp_export.errors import ExportError, SinkError, UsageError
+from fsdp_export.sinks.vllm import VLLM
+
+
+@pytest.fixture
+def server() -> Iterator[FakeVLLM]:
+    fake = FakeVLLM()
+    yield fake
+    fake.stop()
+
+
+def change(model: nn.Module, amount: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(amount)
+
+
+def changed(amount: float) -> nn.Module:
+    model = tiny()
+    for _ in range(int(amount)):
+        change(model, 1)
+    return model
+
+
+def alone(check) -> None:
+    """Run in another process: what gloo has here cannot be forked."""
+    run_ranks(check, 1)
+
+
+def sink_for(*servers: FakeVLLM, **options) -> OverGloo:
+    return OverGloo([server.url for server in servers], **({"bucket_bytes": 200, "timeout": 5} | options))
+
+
+UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200, 1 << 20])
+def test_three_updates_bring_the_weights_of_the_time_to_all_workers(bucket_bytes):
+    servers = [FakeVLLM(num_workers=2), FakeVLLM()]
+
+    def check() -> list[list[dict]]:
+        model, sink = shard(tiny(), "1d", 3), sink_for(*servers, bucket_bytes=bucket_bytes)
+        exporter, states = Exporter(model), []
+        for _ in range(3):
+            exporter.send(sink)
+            if sink.num_updates:
+                states.append([server.state() for server in servers])
+            change(model, 1)
+        sink.disconnect()
+        return states
+
+    try:
+        states, *others = run_ranks(check, 3)
+    finally:
+        for server in servers:
+            server.stop()
+    assert others == [[], []]
+    for number, both in enumerate(states):
+        for state in both:
+            assert state["weights"] == digests_of(expected_export(changed(number)))
+            assert (state["version"], state["paused"]) == (str(number + 1), False)
+            calls = [call for n, call in enumerate(state["calls"]) if not n or call != state["calls"][n - 1]]
+            begin = ["get_world_size true", "weight_info", "pause keep true", "weight_info"]
+            join = ["shutdown_weight_transfer_engine", "init_weight_transfer_engine"] if number == 0 else []
+            end = ["weight_info", "reset_prefix_cache true", "reset_encoder_cache", "resume"]
+            assert calls == [*begin, *join, "update_weight_version", *UPDATE, *end]
+
+
+def test_the_caller_chooses_version_pause_and_caches(server):
+    def check() -> None:
+        sink = sink_for(server, pause="abort", flush_cache=False, timeout=1)
+        sink.version = "step-7"
+        exporter = Exporter(tiny())
+        exporter.send(sink)
+        state = server.state()
+        assert (state["version"], state["paused"]) == ("step-7", False)
+        assert "pause abort false" in state["calls"]
+        assert not any("cache" in call for call in state["calls"])
+        sink.pause = None
+        with pytest.raises(SinkError, match=r"HTTP 500: AssertionError.*servers must not generate until an update"):
+            exporter.send(sink)
+        assert "pause abort false" not in server.state()["calls"]
+
+    alone(check)
+
+
+def test_workers_that_know_no_id_learn_it_from_a_store():
+    server = FakeVLLM(num_workers=2, joins_by_id=False)
+    try:
+        alone(lambda: Exporter(tiny()).send(sink_for(server)))
+        assert server.state()["weights"] == digests_of(expected_export(tiny()))
+    finally:
+        server.stop()
+
+
+@pytest.mark.parametrize(
+    ("route", "kind"),
+    [
+        *(
+            (route, "refuse")
+            for route in ("pause", "init_weight_transfer_engine", *UPDATE, "reset_prefix_cache", "resume")
+        ),
+        *(("update_weights", kind) for kind in ("refuse late", "stall", "die")),
+        ("init_weight_transfer_engine", "stall"),
+        ("finish_weight_update", "die"),
+    ],
+)
+def test_a_server_that_fails_ends_the_update_on_all_ranks_and_takes_the_next_one(route, kind):
+    server = FakeVLLM(num_workers=2, timeout=2)
+    server.fail(route, kind, after=3 if route == "update_weights" else 0)
+
+    def check() -> tuple[str, float, dict, dict]:
+        sink, lead = sink_for(server, timeout=1), torch.distributed.get_rank() == 0
+        model = shard(tiny(), "1d", 3)
+        exporter, begin = Exporter(model), time.monotonic()
+        with pytest.raises(SinkError) as caught:
+            exporter.send(sink)
+        seconds = time.monotonic() - begin
+        failed = server.state() if lead and kind != "die" else {}
+        change(model, 1)
+        if kind == "stall":
+            time.sleep(1.5)
+        with server.restarted() if lead and kind == "die" else nullcontext():
+            exporter.send(sink)
+            return str(caught.value), seconds, failed, server.state() if lead else {}
+
+    try:
+        messages, seconds, (failed, *_), (state, *_) = zip(*run_ranks(check, 3), strict=True)
+    finally:
+        server.stop()
+    assert max(seconds) < 8
+    assert len(set(messages)) == 1
+    where = f"(POST )?{server.url}(/{route})?" if kind == "stall" else f"POST {server.url}/{route}"
+    what = {"stall": "(within|more than) 1 s", "die": "Connection aborted"}.get(kind, "CUDA ran out of luck")
+    assert re.search(f"{where}.*{what}", messages[0])
+    if route in {*UPDATE, "reset_prefix_cache"}:
+        assert messages[0].endswith("The servers stay paused until an update succeeds.")
+    if failed:
+        assert failed["paused"] is (route not in {"pause", "init_weight_transfer_engine"})
+    assert (state["version"], state["paused"]) == ("1", False)
+    assert state["weights"] == digests_of(expected_export(changed(1)))
+
+
+def test_a_server_that_was_restarted_or_has_more_workers_is_joined_anew(server):
+    def check() -> None:
+        sink, exporter = sink_for(server), Exporter(tiny())
+        exporter.send(sink)
+        server.stop()
+        for num_workers in (1, 3):
+            with server.restarted(num_workers):
+                exporter.send(sink)
+                assert server.state()["weights"] == digests_of(expected_export(tiny()))
+
+    alone(check)
+
+
+def test_what_a_trainer_that_died_left_is_no_part_of_the_next_update(server):
+    """What came of a module whose update failed is kept by vLLM, and counts as a part of the next one."""
+
+    def check() -> None:
+        first = sink_for(server, bucket_bytes=1)
+        server.fail("update_weights", "refuse", after=2)
+        first.abort = lambda: None  # type: ignore[method-assign]
+        with pytest.raises(SinkError):
+            Exporter(tiny()).send(first)
+        assert server.state()["version"] == "1-incomplete"
+        Exporter(changed(1)).send(sink_for(server))
+
+    alone(check)
+    assert server.state()["weights"] == digests_of(expected_export(changed(1)))
+
+
+def test_a_rank_that_fails_in_between_leaves_no_worker_waiting(server):
+    def check() -> dict:
+        class Failing(OverGloo):
+            def write(self, piece):
+                super().write(piece)
+                if torch.distributed.get_rank() == 2 and piece.info.name == "two_rows":
+                    raise ValueError("out of luck")
+
+        sink = Failing(server.url, bucket_bytes=1, timeout=5)
+        model = shard(tiny(), "1d", 3)
+        exporter, begin = Exporter(model, bucket_bytes=1), time.monotonic()
+        with pytest.raises(ExportError, match="out of luck"):
+            exporter.send(sink)
+        assert time.monotonic() - begin < 5
+        state = server.state() if torch.distributed.get_rank() == 0 else {}
+        Failing.write = OverGloo.write  # type: ignore[method-assign]
+        change(model, 1)
+        exporter.send(sink)
+        return state
+
+    state, *_ = run_ranks(check, 3)
+    assert (state["version"], state["paused"]) == ("1-given-up", True)
+    assert state["calls"][-2:] == ["weight_info", "finish_weight_update"]
+    assert server.state()["weights"] == digests_of(expected_export(changed(1)))
+
+
+def test_a_slow_receiver_is_waited_for_by_three_ranks():
+    """trl#7103: ranks that gather ahead of the one that sends must not hang."""
+    server = FakeVLLM()
+
+    def check() -> None:
+        class Slow(OverGloo):
+            def _send(self, bucket):
+                time.sleep(0.1)
+                super()._send(bucket)
+
+        exporter, sink = Exporter(shard(tiny(), "1d", 3), bucket_bytes=1), Slow(server.url, bucket_bytes=1, timeout=5)
+        for _ in range(2):
+            exporter.send(sink)
+
+    try:
+        run_ranks(check, 3)
+        assert server.state()["weights"] == digests_of(expected_export(tiny()))
+    finally:
+        server.stop()
+
+
+def test_a_server_without_the_routes_tells_how_to_get_them(server):
+    server.fail("get_world_size", "hide")
+    with pytest.raises(SinkError, match=r"HTTP 404.*Start vLLM with VLLM_SERVER_DEV_MODE=1"):
+        Exporter(tiny()).send(sink_for(server))
+
+
+@pytest.mark.parametrize("options", [{"urls": []}, {"urls": ["http://a", "http://a"]}, {"urls": "a", "pause": "x"}])
+def test_options_that_cannot_work(options):
+    with pytest.raises(UsageError):
+        VLLM(**options)
+
+
+def test_servers_are_resumed_before_an_update_begins_but_not_if_one_before_it_failed(server):
+    def check() -> list[bool]:
+        exporter, sink, paused = Exporter(tiny()), sink_for(server), []
+        for route in ("init_weight_transfer_engine", "update_weights", "init_weight_transfer_engine"):
+            server.fail(route, "refuse")
+            with pytest.raises(SinkError, match=route):
+                exporter.send(sink)
+            paused.append(server.state()["paused"])
+        return paused
+
+    assert run_ranks(check, 1) == [[False, True, True]]
