@@ -39,13 +39,14 @@ def agree_on_plan(plan: Plan, options: str, operation: Operation) -> None:
     if len({card.split(" ", 1)[0] for card in cards}) == 1:
         choices = [card.split(" ", 1)[1] for card in cards]
         raise _difference(plan, "the ranks would gather different pieces", choices, "Give every rank the same options")
-    hashes = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in plan.lines]
+    lines = list(plan.lines)
+    hashes = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
     everyones = [text.split() for text in operation.agree(" ".join(hashes))]
     shortest = min(map(len, everyones))
     first = next((i for i in range(shortest) if len({theirs[i] for theirs in everyones}) > 1), shortest)
-    lines = operation.agree(plan.lines[first] if first < len(plan.lines) else "nothing")
+    firsts = operation.agree(lines[first] if first < len(lines) else "nothing")
     what = f"the ranks would export different tensors, first at position {first}"
-    raise _difference(plan, what, lines, "Build the same model, in the same order, on every rank")
+    raise _difference(plan, what, firsts, "Build the same model, in the same order, on every rank")
 
 
 def check_copies(plan: Plan, source: Source, operation: Operation) -> None:

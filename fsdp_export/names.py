@@ -13,7 +13,7 @@ __all__ = ["check_unique", "matching", "select", "strip_wrappers"]
 _WRAPPER_SEGMENTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
-def strip_wrappers(name: str, ddp_modules: Iterable[str] = ()) -> str:
+def strip_wrappers(name: str, ddp_modules: Sequence[str] = ()) -> str:
     """Drop the segments that wrappers put into a name.
 
     Args:
@@ -22,6 +22,8 @@ def strip_wrappers(name: str, ddp_modules: Iterable[str] = ()) -> str:
             name only right behind one of these, since a model may own a submodule of that name.
     """
     name = _without_segments(name)
+    if not ddp_modules:
+        return name
     for module in sorted(map(_without_segments, ddp_modules), key=len, reverse=True):
         prefix = f"{module}." if module else ""
         if name.startswith(f"{prefix}module."):
@@ -30,7 +32,7 @@ def strip_wrappers(name: str, ddp_modules: Iterable[str] = ()) -> str:
 
 
 def _without_segments(name: str) -> str:
-    if not any(segment in name for segment in _WRAPPER_SEGMENTS):
+    if not any(map(name.__contains__, _WRAPPER_SEGMENTS)):
         return name
     return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
 

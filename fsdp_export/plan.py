@@ -18,7 +18,7 @@ from .gather import GatherPlan, Slice
 from .layout import DEFAULT_SHARD_SIZE, split_into_files
 from .memory import without_collection
 from .names import check_unique
-from .spec import Box, Mesh, Sharding, TensorInfo
+from .spec import Box, Sharding, TensorInfo
 from .steps import Rows, Step, Window
 from .table import plan_table
 
@@ -28,6 +28,8 @@ _Holders = tuple[tuple[Rows, tuple[int, ...]], ...]
 """Disjoint ranges of units, and the ranks that hold what these need."""
 _Layout = tuple[Sharding, tuple[int, ...]]
 """How an input lies on the ranks, and its shape."""
+_Needs = tuple[int, tuple[_Layout, ...], tuple[_Layout, ...]]
+"""What decides which units of a step a rank holds: their number, and the inputs by unit and those needed whole."""
 
 
 class BucketPlan:
@@ -105,16 +107,15 @@ class Plan:
             files = []
         return plan_table(self.outputs, files)
 
-    @cached_property
-    @without_collection()
-    def lines(self) -> list[str]:
+    @property
+    def lines(self) -> Iterator[str]:
         """One line per step; equal on all ranks, or the export is refused."""
-        return list(map(_line, self.steps))
+        return map(_line, self.steps)
 
     @cached_property
     def digest(self) -> str:
         """A hash of everything that must be equal on all ranks."""
-        return _digest("\n".join(self.lines))
+        return _digest(self.lines)
 
     @cached_property
     def gathered_steps(self) -> tuple[Step, ...]:
@@ -129,12 +130,13 @@ class Plan:
         """
         held: dict[tuple[int, ...], list[tuple[int, Window]]] = {}
         for position, step in enumerate(self.steps):
-            needs = _needs(step)
-            if _is_local(needs):
-                for rows, ranks in _held_by(needs, rank):
-                    held.setdefault(ranks, []).append((position, Window(step, (rows,))))
+            for rows, ranks in _held_by(_needs(step), rank):
+                held.setdefault(ranks, []).append((position, Window(step, (rows,))))
         mine = []
         for ranks, items in held.items():
+            if len(ranks) == 1:
+                mine += items
+                continue
             windows = [window for _, window in items]
             for index, begin, end in share_out(windows, ranks.index(rank), len(ranks)):
                 position, window = items[index]
@@ -192,11 +194,12 @@ class Plan:
         for step in steps:
             is_one = whole and not step.is_unitwise
             for window in [Window(step, ((0, step.num_units),))] if is_one else _cut(step, max_bytes):
-                if not buckets or window.num_bytes > room:
+                num_bytes = window.num_bytes
+                if not buckets or num_bytes > room:
                     buckets.append([])
                     room = max_bytes
                 buckets[-1].append(window)
-                room -= window.num_bytes
+                room -= num_bytes
         return buckets
 
 
@@ -223,28 +226,20 @@ def share_out(windows: Sequence[Window], part: int, parts: int) -> Iterator[tupl
         position += num_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Needs:
-    """What decides which units of a step a rank holds; the same for many steps."""
-
-    num_units: int
-    by_unit: tuple[_Layout, ...]
-    whole: tuple[_Layout, ...]
-
-
 def _needs(step: Step) -> _Needs:
-    by_unit = tuple((spec.sharding, spec.shape) for spec in step.by_unit)
-    return _Needs(step.num_units, by_unit, tuple((spec.sharding, spec.shape) for spec in step.whole))
+    by_unit, whole = (tuple([(spec.sharding, spec.shape) for spec in specs]) for specs in (step.by_unit, step.whole))
+    return step.num_units, by_unit, whole
 
 
 @functools.lru_cache(maxsize=4096)
 def _unit_holders(needs: _Needs) -> _Holders:
     """Return ranges of units, and the ranks that hold all that these need of every input."""
-    everything = (0, needs.num_units)
-    units: _Holders = ((everything, (needs.by_unit + needs.whole)[0][0].mesh.ranks),)
-    for sharding, shape in needs.by_unit:
+    num_units, by_unit, whole = needs
+    everything = (0, num_units)
+    units: _Holders = ((everything, (by_unit + whole)[0][0].mesh.ranks),)
+    for sharding, shape in by_unit:
         units = _both(_row_holders(sharding, shape), units)
-    for sharding, shape in needs.whole:
+    for sharding, shape in whole:
         holders = next((ranks for box, ranks in sharding.holders(shape) if box == Box.whole(shape)), ())
         units = _both(units, ((everything, holders),))
     return units
@@ -252,12 +247,15 @@ def _unit_holders(needs: _Needs) -> _Holders:
 
 @functools.lru_cache(maxsize=4096)
 def _held_by(needs: _Needs, rank: int) -> _Holders:
+    """Return those units that a rank holds of a step that no gather is needed for."""
+    if not _is_local(needs):
+        return ()
     return tuple((rows, ranks) for rows, ranks in _unit_holders(needs) if rank in ranks)
 
 
 @functools.lru_cache(maxsize=4096)
 def _is_local(needs: _Needs) -> bool:
-    return sum(stop - first for (first, stop), _ in _unit_holders(needs)) == needs.num_units
+    return sum(stop - first for (first, stop), _ in _unit_holders(needs)) == needs[0]
 
 
 def _both(some: _Holders, others: _Holders) -> _Holders:
@@ -303,7 +301,7 @@ def _cut(step: Step, max_bytes: int) -> Iterator[Window]:
 def _line(step: Step) -> str:
     inputs = (
         f"{spec.name} {list(spec.shape)} {spec.dtype}{' whole' if spec in step.whole else ''} buffer={spec.is_buffer}"
-        f" mesh={spec.sharding.mesh.shape} ranks={_digest_of(spec.sharding.mesh)} cuts={spec.sharding.cuts}"
+        f" {_text(spec.sharding)}"
         for spec in step.inputs
     )
     everything = (0, step.num_units)
@@ -316,10 +314,13 @@ def _line(step: Step) -> str:
     return f"{', '.join(inputs)} -> {', '.join(outputs)}"
 
 
-@functools.lru_cache(maxsize=64)
-def _digest_of(mesh: Mesh) -> str:
-    return _digest(str(mesh.ranks))
+@functools.lru_cache(maxsize=4096)
+def _text(sharding: Sharding) -> str:
+    return f"mesh={sharding.mesh.shape} ranks={_digest(map(str, sharding.mesh.ranks))} cuts={sharding.cuts}"
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def _digest(lines: Iterable[str]) -> str:
+    hashed = hashlib.sha256()
+    for line in lines:
+        hashed.update(f"{line}\n".encode())
+    return hashed.hexdigest()[:16]

@@ -6,10 +6,10 @@ inputs, and all of others.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -95,6 +95,14 @@ class Part:
     info: TensorInfo
     rows: Rows
     inner: tuple[int, tuple[int, ...]] | None = None
+
+    def is_all_of(self, spec: TensorSpec) -> bool:
+        """Tell whether the output is the whole input as it is, but for its name and dtype."""
+        return self.rows == (0, spec.num_rows) and self.info.shape == spec.shape and self.inner is None
+
+    def of_all(self, inputs: Sequence[torch.Tensor], first_row: int) -> Iterator[Piece]:
+        """Convert rows of an input of which this output is all."""
+        yield Piece(self.info, first_row, inputs[0].to(self.info.dtype).contiguous())
 
     def within(self, first: int, stop: int) -> tuple[int, Rows] | None:
         """Return where in the output those of its rows begin that a range has, and which rows of the input they are.
@@ -207,7 +215,7 @@ def copy_step(spec: TensorSpec, dtype: torch.dtype | None = None) -> Step:
         dtype: What to cast it to; None to keep its dtype.
     """
     output = TensorInfo(spec.name, spec.shape, dtype or spec.dtype)
-    return row_step(spec, (Part(output, (0, spec.num_rows)),))
+    return _copy_step(spec, Part(output, (0, spec.num_rows)))
 
 
 def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
@@ -219,35 +227,44 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
         spec: The tensor.
         parts: The outputs, all of one dtype.
     """
-    outputs = tuple(part.info for part in parts)
-    dtype = outputs[0].dtype
-    is_copy = len(parts) == 1 and parts[0] == Part(outputs[0], (0, spec.num_rows)) and outputs[0].shape == spec.shape
-
-    def convert(inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
-        rows = inputs[0]
-        if is_copy:
-            yield Piece(outputs[0], first_unit, rows.to(dtype).contiguous())
-            return
-        rows = rows.contiguous()
-        if is_unitwise and rows.dim():
-            for unit in range(first_unit, first_unit + rows.shape[0]):
-                for part in by_unit[unit]:
-                    yield Piece(part.info, 0, part.of_row(rows, unit - first_unit).to(dtype).contiguous())
-            return
+    if len(parts) == 1 and parts[0].is_all_of(spec):
+        return _copy_step(spec, parts[0])
+    outputs, read_dtype = tuple(part.info for part in parts), _narrower(parts[0].info.dtype, spec)
+    is_unitwise = all(part.rows[1] - part.rows[0] == 1 for part in parts)
+    convert: Convert = partial(_cut_rows, parts)
+    if is_unitwise and spec.shape:
+        by_unit: dict[int, list[Part]] = {}
         for part in parts:
-            inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
-            if inside is not None:
-                first_row, (low, high) = inside
-                tensor = part.of_rows(rows, low - first_unit, high - first_unit)
-                yield Piece(part.info, first_row, tensor.to(dtype).contiguous())
-
-    narrows = dtype.itemsize < spec.dtype.itemsize
-    is_unitwise = all(stop - first == 1 for first, stop in (part.rows for part in parts))
-    by_unit: dict[int, list[Part]] = defaultdict(list)
-    for part in parts if is_unitwise else ():
-        by_unit[part.rows[0]].append(part)
-    read_dtype = dtype if narrows else None
+            by_unit.setdefault(part.rows[0], []).append(part)
+        convert = partial(_cut_units, by_unit)
     return Step((spec,), outputs, spec.num_rows, read_dtype, convert, parts=parts, is_unitwise=is_unitwise)
+
+
+def _copy_step(spec: TensorSpec, part: Part) -> Step:
+    read_dtype, num_rows = _narrower(part.info.dtype, spec), spec.num_rows
+    return Step((spec,), (part.info,), num_rows, read_dtype, part.of_all, parts=(part,), is_unitwise=num_rows == 1)
+
+
+def _narrower(dtype: torch.dtype, spec: TensorSpec) -> torch.dtype | None:
+    return dtype if dtype.itemsize < spec.dtype.itemsize else None
+
+
+def _cut_units(parts: Mapping[int, Sequence[Part]], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
+    """Convert to parts of single rows, which are given by their row."""
+    rows = inputs[0].contiguous()
+    for row in range(rows.shape[0]):
+        for part in parts.get(first_unit + row, ()):
+            yield Piece(part.info, 0, part.of_row(rows, row).to(part.info.dtype).contiguous())
+
+
+def _cut_rows(parts: Sequence[Part], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
+    rows = inputs[0].contiguous()
+    for part in parts:
+        inside = part.within(first_unit, first_unit + (rows.shape[0] if rows.dim() else 1))
+        if inside is not None:
+            first_row, (low, high) = inside
+            tensor = part.of_rows(rows, low - first_unit, high - first_unit)
+            yield Piece(part.info, first_row, tensor.to(part.info.dtype).contiguous())
 
 
 @dataclass(frozen=True, slots=True)

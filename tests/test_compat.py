@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import StoreKind, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_export.compat import all_gather_into, connect, default_store, has_multi_get, pin
+from fsdp_export.compat import all_gather_into, connect, default_store, has_multi_get, local_of, pin
 
 
 @pytest.mark.parametrize("async_op", [False, True], ids=["blocking", "asynchronous"])
@@ -63,6 +66,19 @@ def test_what_comes_before_threads_end_still_has_pools_of_threads() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True)
     assert ended.stdout == "7\nlater\n"
+
+
+def test_the_block_of_a_parameter_is_the_same_object_in_its_memory() -> None:
+    def on_rank() -> None:
+        full = torch.arange(12.0).view(6, 2)
+        parameter: Any = torch.nn.Parameter(distribute_tensor(full, init_device_mesh("cpu", (2,)), [Shard(0)]))
+        local = local_of(parameter)
+        assert local is local_of(parameter)
+        assert torch.equal(local, full.chunk(2)[dist.get_rank()])
+        local.detach().fill_(7)
+        assert parameter.full_tensor().eq(7).all()
+
+    run_ranks(on_rank, 2)
 
 
 def test_a_cpu_pins_nothing() -> None:

@@ -1,6 +1,7 @@
 """Every row is delivered by exactly one rank, whatever the meshes and limits."""
 
 import random
+import tracemalloc
 from collections import Counter
 from itertools import product
 from typing import Any
@@ -168,6 +169,20 @@ def test_plan_refuses_two_outputs_of_one_name():
     spec = TensorSpec("t", (2,), torch.float32, Sharding.replicated((0,)))
     with pytest.raises(PlanError, match="planned twice for 't'"):
         Plan((copy_step(spec), copy_step(spec)))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1024])
+def test_many_tensors_take_little_memory_whatever_the_number_of_ranks(num_ranks):
+    sharding = Sharding(Mesh(tuple(range(num_ranks)), (num_ranks,)), ((0, 0),))
+    specs = [TensorSpec(f"t{i}", (num_ranks, 4), torch.float32, sharding) for i in range(5000)]
+    tracemalloc.start()
+    plan = Plan(tuple(map(copy_step, specs)), sharding.mesh.ranks)
+    assert plan.digest
+    kept = plan.local_windows(0), plan.buckets(1 << 30, whole=True, held=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(kept[0]) == len(kept[1][0].windows) == len(specs)
+    assert peak < 1200 * len(specs)
 
 
 def test_digest_changes_with_everything_that_must_agree():

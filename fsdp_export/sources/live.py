@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import is_lazy
 
 from ..compat import local_of
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
-from ..spec import Box, Mesh, Sharding, TensorSpec
+from ..spec import Mesh, Sharding, TensorSpec
+from .live_blocks import Entry, Form, local_block
 from .structure import Structure
 
 __all__ = ["LiveSource", "find_ranks", "named_tensors"]
@@ -90,35 +88,6 @@ def _ddp_modules(model: nn.Module) -> list[str]:
     return [name for name, module in modules if isinstance(module, DistributedDataParallel)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """A tensor as it was read last: how it lies on the ranks, and whether nothing keeps its copies equal."""
-
-    spec: TensorSpec
-    is_copy: bool
-    value: weakref.ref[torch.Tensor]
-    local: weakref.ref[torch.Tensor]
-    local_shape: tuple[int, ...]
-
-    def block(self, value: torch.Tensor) -> torch.Tensor | None:
-        """Return the block of the tensor that was read, if that is the same; None if it has to be looked at again.
-
-        Call it under `no_grad`.
-        """
-        local = local_of(value)
-        is_same = self.local() is local and self.local_shape == local.shape and self.spec.dtype == local.dtype
-        return local.detach() if is_same and not (local.is_meta or local.is_conj() or local.is_neg()) else None
-
-    def is_of(self, value: torch.Tensor, local: torch.Tensor) -> bool:
-        """Tell whether a tensor is still the one that was read, and has the same block here."""
-        return (
-            self.value() is value
-            and self.spec.dtype == local.dtype
-            and self.spec.shape == value.shape
-            and self.local_shape == local.shape
-        )
-
-
 class LiveSource:
     """The parameters and persistent buffers of a module, read where they are between `refresh` and `close`.
 
@@ -162,20 +131,19 @@ class LiveSource:
         own = named_tensors(model)
         self.ranks, self.rank = find_ranks(model, own)
         self._replicated = Sharding.replicated(self.ranks)
-        self._shardings: dict[tuple[int, object], tuple[DeviceMesh, Sharding, bool]] = {}
-        self._entries: dict[str, _Entry] = {}
+        self._forms: dict[object, Form] = {}
         self._locals: dict[str, torch.Tensor] = {}
-        devices = [local.device for _, local in self._read(own)]
-        self._structure = Structure(model)
-        self.specs = tuple(entry.spec for entry in self._entries.values())
-        self.copies = tuple(entry.spec for entry in self._entries.values() if entry.is_copy)
+        found = [(entry, block.device) for entry, block in self._read(own)]
+        self._entries, self._structure = [entry for entry, _ in found], Structure(model)
+        self.specs = tuple(entry.spec for entry in self._entries)
+        self.copies = tuple(entry.spec for entry in self._entries if entry.form.is_copy)
         others = [
             name for name, value in model.state_dict(keep_vars=True).items() if not isinstance(value, torch.Tensor)
         ]
         if others:
             _log.warning("not tensors, and not exported: %s", listing(others))
         device_mesh = self._device_mesh
-        self.device = device or _device(device_mesh, devices)
+        self.device = device or _device(device_mesh, (device for _, device in found))
         where = "whole" if device_mesh is None else f"on {device_mesh.device_type} mesh {self._on_mesh(device_mesh)[0]}"
         name = type(model).__name__.removeprefix("FSDP")
         self.description = f"live {name}, {len(self.specs):,} tensors, {where}"
@@ -188,14 +156,14 @@ class LiveSource:
         """
         if self._values is None and self._structure.is_unchanged() and self._reread():
             return
-        locals_ = dict(self._read(named_tensors(self._model)))
-        self._structure = Structure(self._model)
-        specs = tuple(entry.spec for entry in self._entries.values())
+        found = list(self._read(named_tensors(self._model)))
+        specs = tuple(entry.spec for entry, _ in found)
         changed = set(specs) ^ set(self.specs) if specs != self.specs else None
         if changed:
             names = listing({spec.name for spec in changed})
             raise SourceError(f"the module is not the one that was planned: {names} changed", fix="Make a new Exporter")
-        self._locals = locals_
+        self._entries, self._structure = [entry for entry, _ in found], Structure(self._model)
+        self._locals = {entry.spec.name: block for entry, block in found}
 
     def close(self) -> None:
         """Forget the module's memory, which may be freed now: training often moves it away between two walks."""
@@ -206,7 +174,7 @@ class LiveSource:
         local = self._locals[spec.name]
         if not spec.shape or stop - first == len(local):
             return local
-        begin = self._box(spec).start[0] if spec.sharding.cuts else 0
+        begin = spec.sharding.box(spec.shape, self.rank).start[0] if spec.sharding.cuts else 0
         return local[first - begin : stop - begin]
 
     def extents(self, spec: TensorSpec, first: int, stop: int) -> None:
@@ -216,17 +184,16 @@ class LiveSource:
         """Read the tensors of a module of which each is still the one that was read last; tell whether they are."""
         locals_ = {}
         with torch.no_grad():
-            for name, entry in self._entries.items():
-                value = entry.value()
-                block = entry.block(value) if value is not None else None
+            for entry in self._entries:
+                block = entry.block()
                 if block is None:
                     return False
-                locals_[name] = self._block(entry.spec, block)
+                locals_[entry.spec.name] = block
         self._locals = locals_
         return True
 
-    def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's block of every tensor, and make `_entries` anew, from the earlier ones where they hold."""
+    def _read(self, own: dict[str, torch.Tensor]) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Yield what there is to know of every tensor, and this rank's block."""
         self._device_mesh = _largest_mesh(own.values())
         for alias, name in self._aliases.items():
             if own.pop(alias, None) is not own.get(name):
@@ -234,19 +201,16 @@ class LiveSource:
                 raise SourceError(what, fix="Make a new Exporter")
         values = own if self._values is None else self._replaced(own, self._values)
         buffers = {name for name, value in own.items() if not isinstance(value, nn.Parameter)}
-        earlier, self._entries = self._entries, {}
         with torch.no_grad():
             for name, value in values.items():
-                local = _local(name, value, may_be_meta=self._may_be_meta)
-                entry = earlier.get(name)
-                if entry is None or not entry.is_of(value, local):
-                    entry = self._entry(name, value, local, is_buffer=name in buffers)
-                self._entries[name] = entry
-                yield name, self._block(entry.spec, local)
-
-    def _block(self, spec: TensorSpec, local: torch.Tensor) -> torch.Tensor:
-        # Of a tensor without bytes FSDP2 keeps a shard of another shape.
-        return local if local.numel() else local.new_empty(self._box(spec).shape)
+                local = local_block(name, value, may_be_meta=self._may_be_meta)
+                form = self._form(name, value)
+                block = form.block(local)
+                if block is None:
+                    what, found = "a local tensor of another shape", tuple(local.shape)
+                    raise SourceError(what, name=name, expected=form.local_shape, found=found)
+                spec = TensorSpec(name, form.shape, local.dtype, form.sharding, name in buffers)
+                yield Entry(spec, form, weakref.ref(value), weakref.ref(local_of(value))), block
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
@@ -266,30 +230,24 @@ class LiveSource:
             _log.warning("state_dict has names that the module lacks; they are not exported: %s", listing(unused))
         return {name: _replacement(name, tensor, given.get(name)) for name, tensor in own.items()}
 
-    def _entry(self, name: str, value: torch.Tensor, local: torch.Tensor, *, is_buffer: bool) -> _Entry:
-        sharding, is_copy = self._replicated, len(self.ranks) > 1
-        if isinstance(value, DTensor):
-            sharding, is_copy = self._sharding(value.device_mesh, value.placements, name)
-        spec = TensorSpec(name, tuple(value.shape), local.dtype, sharding, is_buffer)
-        expected, found = self._box(spec).shape, tuple(local.shape)
-        if spec.num_bytes and expected != found:
-            raise SourceError("a local tensor of another shape", name=name, expected=expected, found=found)
-        return _Entry(spec, is_copy, weakref.ref(value), weakref.ref(local_of(value)), found)
+    def _form(self, name: str, value: torch.Tensor) -> Form:
+        device_mesh = value.device_mesh if isinstance(value, DTensor) else None
+        key = (id(device_mesh), value.placements, value.shape) if isinstance(value, DTensor) else value.shape
+        form = self._forms.get(key)
+        if form is None:
+            shape, (sharding, is_copy) = tuple(value.shape), self._sharding(name, value)
+            form = Form(shape, sharding, is_copy, sharding.box(shape, self.rank).shape, device_mesh)
+            self._forms[key] = form
+        return form
 
-    def _box(self, spec: TensorSpec) -> Box:
-        return spec.sharding.box(spec.shape, self.rank)
-
-    def _sharding(self, device_mesh: DeviceMesh, placements: Sequence[Any], name: str) -> tuple[Sharding, bool]:
-        """Return how tensors on a mesh lie on the ranks, and whether only some of its axes are theirs."""
-        key = id(device_mesh), placements
-        if key not in self._shardings:
-            mesh, axes = self._on_mesh(device_mesh, name)
-            own = dict(zip(axes, placements, strict=True))
-            everywhere = [own.get(axis, Replicate()) for axis in range(len(mesh.shape))]
-            sharding = Sharding.from_placements(mesh, everywhere, name)
-            # The mesh is kept with it, or another one could get its id.
-            self._shardings[key] = device_mesh, sharding, len(axes) < len(mesh.shape)
-        return self._shardings[key][1:]
+    def _sharding(self, name: str, value: torch.Tensor) -> tuple[Sharding, bool]:
+        """Return how a tensor lies on the ranks, and whether nothing keeps its copies equal."""
+        if not isinstance(value, DTensor):
+            return self._replicated, len(self.ranks) > 1
+        mesh, axes = self._on_mesh(value.device_mesh, name)
+        own = dict(zip(axes, value.placements, strict=True))
+        everywhere = [own.get(axis, Replicate()) for axis in range(len(mesh.shape))]
+        return Sharding.from_placements(mesh, everywhere, name), len(axes) < len(mesh.shape)
 
     def _on_mesh(self, device_mesh: DeviceMesh, name: str | None = None) -> tuple[Mesh, tuple[int, ...]]:
         """Return a mesh of all ranks, and which of its axes are those of a device mesh.
@@ -356,21 +314,6 @@ def _replacement(name: str, own: torch.Tensor, value: object) -> torch.Tensor:
         what = "a value of another shape in state_dict"
         raise UsageError(what, name=name, expected=tuple(expected), found=tuple(value.shape))
     return value
-
-
-def _local(name: str, value: torch.Tensor, *, may_be_meta: bool) -> torch.Tensor:
-    """Return this rank's block of a tensor, which is in the module's memory. Call it under `no_grad`."""
-    if is_lazy(value):
-        raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
-    local = local_of(value).detach()
-    if local.is_meta and not may_be_meta:
-        raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
-    if type(local) is not torch.Tensor:
-        fix = "Dequantize or flatten it to plain tensors first"
-        raise SourceError("a tensor subclass", name=name, found=type(local).__name__, fix=fix)
-    if local.layout != torch.strided or local.is_quantized:
-        raise SourceError("a layout that cannot be exported", name=name, expected="strided", found=local.layout)
-    return local.resolve_conj().resolve_neg()
 
 
 def _device(device_mesh: DeviceMesh | None, devices: Iterable[torch.device]) -> torch.device:

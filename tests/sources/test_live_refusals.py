@@ -202,9 +202,10 @@ def test_a_module_that_changed_since_it_was_planned(change, is_tied, message):
     exporter = Exporter(model)
     dict(exporter.tensors())
     change(model)
-    with pytest.raises(SourceError) as caught:
-        dict(exporter.tensors())
-    assert str(caught.value) == f"the module is not the one that was planned: {message}. Make a new Exporter."
+    for _ in range(2):
+        with pytest.raises(SourceError) as caught:
+            dict(exporter.tensors())
+        assert str(caught.value) == f"the module is not the one that was planned: {message}. Make a new Exporter."
     dict(Exporter(model).tensors())
 
 

@@ -1,0 +1,78 @@
+"""A rank's blocks of the tensors of a live module, where these are: what they have to be, and whether they are that."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parameter import is_lazy
+
+from ..compat import local_of
+from ..errors import SourceError
+from ..spec import Sharding, TensorSpec
+
+__all__ = ["Entry", "Form", "local_block"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What tensors of one shape that lie on the ranks in one way have in common.
+
+    Attributes:
+        shape: Their global shape.
+        sharding: Who holds which block of them.
+        is_copy: Whether nothing keeps the copies of different ranks equal.
+        local_shape: The shape of this rank's block.
+        device_mesh: Their mesh, which is kept or another one could get its id; None for plain tensors.
+    """
+
+    shape: tuple[int, ...]
+    sharding: Sharding
+    is_copy: bool
+    local_shape: tuple[int, ...]
+    device_mesh: DeviceMesh | None
+
+    def block(self, local: torch.Tensor) -> torch.Tensor | None:
+        """Return a local tensor in the shape of this rank's block; None if it is no such block."""
+        if local.shape == self.local_shape:
+            return local
+        # Of a tensor without bytes FSDP2 keeps a shard of another shape.
+        return local.new_empty(self.local_shape) if 0 in self.shape else None
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor as it was read last."""
+
+    spec: TensorSpec
+    form: Form
+    value: weakref.ref[torch.Tensor]
+    local: weakref.ref[torch.Tensor]
+
+    def block(self) -> torch.Tensor | None:
+        """Return this rank's block, if the tensor is the one that was read; None if it has to be looked at again.
+
+        Call it under `no_grad`.
+        """
+        value = self.value()
+        local = local_of(value) if value is not None else None
+        if local is None or self.local() is not local or self.spec.dtype != local.dtype:
+            return None
+        return None if local.is_meta or local.is_conj() or local.is_neg() else self.form.block(local.detach())
+
+
+def local_block(name: str, value: torch.Tensor, *, may_be_meta: bool = False) -> torch.Tensor:
+    """Return this rank's block of a tensor, which is in the module's memory. Call it under `no_grad`."""
+    if is_lazy(value):
+        raise SourceError("a parameter without a shape", name=name, fix="Run the lazy module once")
+    local = local_of(value).detach()
+    if local.is_meta and not may_be_meta:
+        raise SourceError("a tensor without data (on the meta device)", name=name, fix="Load or initialize it first")
+    if type(local) is not torch.Tensor:
+        fix = "Dequantize or flatten it to plain tensors first"
+        raise SourceError("a tensor subclass", name=name, found=type(local).__name__, fix=fix)
+    if local.layout != torch.strided or local.is_quantized:
+        raise SourceError("a layout that cannot be exported", name=name, expected="strided", found=local.layout)
+    return local.resolve_conj().resolve_neg()
