@@ -179,9 +179,16 @@ class Engine:
             self.is_idle = False
             return ""
         with self._alone:
-            for number, (_, pipe) in enumerate(self._workers):
-                pipe.send(("update", addresses[f"GPU-{number}"]))
+            for number in range(len(self._workers)):
+                self._tell(number, ("update", addresses[f"GPU-{number}"]))
             return "".join(self._outcome(number) for number in range(len(self._workers)))
+
+    def _tell(self, number: int, what: tuple[str, str]) -> None:
+        try:
+            self._workers[number][1].send(what)
+        except BrokenPipeError:  # it died behind the answer to the update before
+            self._workers[number] = _start(self._serve, number)
+            self._workers[number][1].send(what)
 
     def _outcome(self, number: int) -> str:
         try:
