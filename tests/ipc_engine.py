@@ -186,14 +186,14 @@ class Engine:
     def _tell(self, number: int, what: tuple[str, str]) -> None:
         try:
             self._workers[number][1].send(what)
-        except BrokenPipeError:  # it died behind the answer to the update before
+        except ConnectionError:  # it died behind the answer to the update before
             self._workers[number] = _start(self._serve, number)
             self._workers[number][1].send(what)
 
     def _outcome(self, number: int) -> str:
         try:
             return self._workers[number][1].recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._workers[number][0].join()
             self._workers[number] = _start(self._serve, number)
             return f"worker {number} died"
@@ -246,7 +246,7 @@ def _be_worker(serve: Serve, pipe: Connection, other_end: Connection) -> None:
     while True:
         try:
             request = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             os._exit(0)
         if request == "weights":
             pipe.send(safetensors.torch.save(current))
