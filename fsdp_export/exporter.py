@@ -33,7 +33,7 @@ from .sinks.staged import StagedSink, Staging, check_staging, prepare
 from .sinks.versioned import Destination, FolderPerVersion
 from .sources.base import Source
 from .sources.live import find_ranks
-from .transfer.buckets import Bucket, Packer, lay_out
+from .transfer.buckets import Bucket, Packer, lay_out, new_buffer
 from .walk import Delivered, gathered_pieces, run
 
 __all__ = ["Exporter"]
@@ -190,7 +190,7 @@ class Exporter:
         with self._fence.operation("Exporter.buckets") as operation, closing(self.source) as source:
             self._prepare(operation, "everyone", gather_all=True, options=f" max_bytes={max_bytes} align={align}")
             outputs = self.plan.in_order_of_delivery(self.bucket_bytes).outputs
-            packer = Packer(lay_out(outputs, max_bytes, align=align), _new_buffer)
+            packer = Packer(lay_out(outputs, max_bytes, align=align), new_buffer)
             for piece in gathered_pieces(self.plan, source, operation, self.bucket_bytes):
                 bucket = packer.add(piece.info, piece.tensor)
                 del piece
@@ -356,10 +356,6 @@ class Exporter:
         options = f"delivery={delivery} bucket_bytes={self.bucket_bytes} gather_all={gather_all}{options}{seen}"
         agree_on_plan(self.plan, options, operation)
         check_copies(self.plan, self.source, operation)
-
-
-def _new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _weak(method: Callable[[], _T]) -> Callable[[], _T]:

@@ -136,8 +136,8 @@ class Gather:
 
         On a CUDA device the work is queued on the current stream, and this returns at once.
         """
-        for stage, inputs, outputs, group in self._sends:
-            stage.run(inputs, outputs, group, self._scratch)
+        for send in self._sends:
+            send.stage.run(send, self._scratch)
         self._sends.clear()
         del self._scratch
 
@@ -190,22 +190,17 @@ class _Direct:
     def __init__(self, parts: list[_Part], axis: Axis) -> None:
         self.parts, self.axis = parts, axis
 
-    def run(
-        self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        scratch: torch.Tensor,
-    ) -> None:
-        for part, block, output in zip(self.parts, inputs, outputs, strict=True):
+    def run(self, send: _Send, scratch: torch.Tensor) -> None:
+        tensors = list(zip(self.parts, send.inputs, send.outputs, strict=True))
+        for part, block, output in tensors:
             if part.sender is not None and block.numel():
                 output.copy_(block)
-        with sent_together(group, scratch.device):
-            for part, block, output in zip(self.parts, inputs, outputs, strict=True):
+        with sent_together(send.group, scratch.device):
+            for part, block, output in tensors:
                 if part.sender is None:
-                    all_gather_into(bytes_of(output), bytes_of(block), group)
+                    all_gather_into(bytes_of(output), bytes_of(block), send.group)
                 else:
-                    dist.broadcast(bytes_of(output), group=group, group_src=part.sender)
+                    dist.broadcast(bytes_of(output), group=send.group, group_src=part.sender)
 
 
 class _Packed:
@@ -221,22 +216,16 @@ class _Packed:
         self._sent_bytes = sum(self._slots)
         self.scratch_bytes = (1 + self._num_ranks) * self._sent_bytes
 
-    def run(
-        self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        scratch: torch.Tensor,
-    ) -> None:
+    def run(self, send: _Send, scratch: torch.Tensor) -> None:
         sent, received = scratch[: self._sent_bytes], scratch[self._sent_bytes : self.scratch_bytes]
         if self.parts[0].is_even:
-            self._run_even(inputs, outputs, group, sent, received)
+            self._run_even(send, sent, received)
             return
-        torch.cat(list(self._filled(map(bytes_of, inputs), received)), out=sent)
-        all_gather_into(received, sent, group)
+        torch.cat(list(self._filled(map(bytes_of, send.inputs), received)), out=sent)
+        all_gather_into(received, sent, send.group)
         slots = received.view(self._num_ranks, self._sent_bytes)
         begin = 0
-        for part, output in zip(self.parts, outputs, strict=True):
+        for part, output in zip(self.parts, send.outputs, strict=True):
             own = slots[:, begin : begin + part.slot_bytes]
             runs = [
                 slot[: part.num_outer * size * part.row_bytes].view(part.num_outer, size * part.row_bytes)
@@ -245,20 +234,13 @@ class _Packed:
             torch.cat(runs, dim=1, out=bytes_of(output).view(part.num_outer, sum(part.sizes) * part.row_bytes))
             begin += part.slot_bytes
 
-    def _run_even(
-        self,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        group: dist.ProcessGroup,
-        sent: torch.Tensor,
-        received: torch.Tensor,
-    ) -> None:
+    def _run_even(self, send: _Send, sent: torch.Tensor, received: torch.Tensor) -> None:
         """As `run`, with few calls for each tensor: in their dtype they need not be viewed as bytes."""
-        dtype = self.parts[0].packed_dtype
+        dtype, inputs, outputs = self.parts[0].packed_dtype, send.inputs, send.outputs
         if dtype == torch.uint8:
             inputs, outputs = list(map(bytes_of, inputs)), list(map(bytes_of, outputs))
         torch.cat([block.view(-1) for block in inputs], out=sent.view(dtype))
-        all_gather_into(received, sent, group)
+        all_gather_into(received, sent, send.group)
         slots = received.view(dtype).view(self._num_ranks, -1)
         rows = [output.view(self._num_ranks, -1) for output in outputs]
         torch.split_with_sizes_copy(slots, [size // dtype.itemsize for size in self._slots], dim=1, out=rows)

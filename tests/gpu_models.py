@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -63,3 +64,14 @@ def sharded(
         policy = OFFLOAD["gpu" if kind == "some" and index else "pinned" if kind == "some" else kind]
         fully_shard(layer, offload_policy=policy, **options)
     return fully_shard(model, offload_policy=OFFLOAD["pinned" if kind == "some" else kind], **options)
+
+
+def large_layers(kind: str) -> nn.Sequential:
+    """Return 4.3 GB of layers, for what is timed: `"gpu"`, or `"pinned"` in host memory."""
+    model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(32)))
+    if kind == "pinned":
+        model.cpu()
+    for layer in model:
+        fully_shard(layer, offload_policy=OFFLOAD[kind])
+    fully_shard(model, offload_policy=OFFLOAD[kind])
+    return model

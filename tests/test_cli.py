@@ -60,16 +60,11 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def environ(monkeypatch, tmp_path):
-    """Stand in an empty folder, without a launcher, and take back what the command sets."""
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+def environ(environ, tmp_path):
+    """Stand one folder further down."""
     (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    return monkeypatch
+    environ.chdir(tmp_path / "here")
+    return environ
 
 
 def call(*arguments, code=0):

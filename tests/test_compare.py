@@ -29,22 +29,12 @@ from fsdp_export.sources.dcp import DcpSource
 from fsdp_export.sources.hf_folder import HfFolderSource
 from fsdp_export.spec import TensorInfo
 
+pytestmark = pytest.mark.usefixtures("environ")
+
 FILE = "model.safetensors"
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 WEIGHT = torch.arange(40.0).view(8, 5) / 3
 TENSORS = {"weight": WEIGHT, "bias": torch.arange(8.0), "count": torch.tensor(7)}
-
-
-@pytest.fixture(autouse=True)
-def environ(monkeypatch, tmp_path):
-    """Stand in an empty folder, without a launcher, and take back what the command sets."""
-    for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    return monkeypatch
 
 
 def call(*arguments, code=0):

@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from test_gpu import OFFLOAD, folder, make, sharded  # noqa: F401  a fixture among them
+from gpu_models import large_layers, make, sharded, shared_folder
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from fsdp_export import Exporter
 from fsdp_export.errors import ExportError
@@ -31,6 +30,8 @@ pytest.importorskip("zmq", reason="pyzmq is not installed")
 from gpu_ipc_worker import write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nccl_group")]
+
+folder = pytest.fixture(shared_folder)
 
 MIB = 1 << 20
 
@@ -117,7 +118,7 @@ class Engine:
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[Engine]:  # noqa: F811  the fixture
+def engine(folder: Path) -> Iterator[Engine]:
     running = Engine(folder)
     yield running
     dist.barrier()
@@ -215,12 +216,7 @@ def test_a_broken_update_leaves_no_memory_and_the_next_one_succeeds(engine, fail
 @pytest.mark.parametrize("bucket_bytes", [128 * MIB, 512 * MIB])
 @pytest.mark.parametrize("kind", ["gpu", "pinned"])
 def test_how_fast_an_update_is(engine, kind, bucket_bytes, capsys):
-    model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(32)))
-    if kind == "pinned":
-        model.cpu()
-    for layer in model:
-        fully_shard(layer, offload_policy=OFFLOAD[kind])
-    fully_shard(model, offload_policy=OFFLOAD[kind])
+    model = large_layers(kind)
     (engine.root / "discard").touch()
     exporter, sink = Exporter(model), IPC(engine.url, engine="vllm", bucket_bytes=bucket_bytes, timeout=60)
     seconds = []

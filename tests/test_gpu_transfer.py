@@ -15,9 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fake_vllm import FakeVLLM, digests_of
-from test_gpu import OFFLOAD, make, sharded
+from gpu_models import large_layers, make, sharded
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
 from fsdp_export import Exporter
 from fsdp_export.errors import SinkError
@@ -158,12 +157,7 @@ class Timed(VLLM):
 @pytest.mark.parametrize("bucket_bytes", [GIB // 4, GIB])
 @pytest.mark.parametrize("kind", ["gpu", "pinned"])
 def test_how_fast_an_update_is(server, kind, bucket_bytes, capsys):
-    model = nn.Sequential(*(nn.Linear(8192, 8192, bias=False, dtype=torch.bfloat16, device="cuda") for _ in range(32)))
-    if kind == "pinned":
-        model.cpu()
-    for layer in model:
-        fully_shard(layer, offload_policy=OFFLOAD[kind])
-    fully_shard(model, offload_policy=OFFLOAD[kind])
+    model = large_layers(kind)
     exporter, sink = Exporter(model), Timed(server.url, bucket_bytes=bucket_bytes, timeout=60)
     seconds = []
     for _ in range(4):

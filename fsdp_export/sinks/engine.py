@@ -13,7 +13,7 @@ import torch
 from ..errors import UsageError
 from ..plan import Plan
 from ..steps import Piece
-from ..transfer.buckets import Bucket, BucketLayout, Packer, lay_out
+from ..transfer.buckets import Bucket, BucketLayout, Packer, lay_out, new_buffer
 from .base import Delivery, Sink
 
 __all__ = ["EngineSink"]
@@ -165,7 +165,7 @@ class EngineSink(Sink):
         self._buffers.clear()
 
     def _new_buffer(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return new_buffer(num_bytes, device)
 
     def _begin(self, layouts: Sequence[BucketLayout], cards: Sequence[str]) -> str:
         return ""

@@ -12,7 +12,7 @@ import torch
 
 from ..compat import disown_shared_memory, share_memory
 from ..errors import SinkError, UsageError, listing
-from ..transfer.buckets import Bucket, BucketLayout
+from ..transfer.buckets import Bucket, BucketLayout, new_buffer
 from ..transfer.ipc import WorkerLink
 from ..transfer.servers import Pending
 from .engine import EngineSink
@@ -123,7 +123,7 @@ class IPC(EngineSink):
         if device != self._device:
             fix = "Call torch.cuda.set_device, or give IPC and Exporter the same device"
             raise UsageError("tensors on another GPU than the worker's", expected=self._device, found=device, fix=fix)
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return new_buffer(num_bytes, device)
 
     def _send(self, bucket: Bucket) -> None:
         assert self._link is not None

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import logging
-import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
 
 from ..errors import SinkError, UsageError
 from ..transfer.buckets import Bucket, BucketLayout
 from ..transfer.process_group import SenderGroup
-from .engine import EngineSink
+from ..transfer.servers import Pending
+from .broadcasting import CAUSE_SECONDS, BroadcastSink, distinct_urls
 from .sglang_control import Control, Workers
 
 __all__ = ["SGLang"]
 
 _log = logging.getLogger("fsdp_export")
 
-# For a bucket that is under way when the update fails elsewhere; and for what a server has to say of a transfer.
-_GRACE_SECONDS, _CAUSE_SECONDS = 5.0, 0.5
 
-
-class SGLang(EngineSink):
+class SGLang(BroadcastSink):
     """Updates the weights of one or more SGLang servers from the first rank. SGLang is not needed here.
 
     The workers of all servers and this process's first rank join one process group, which is kept, and made anew when
@@ -67,9 +65,7 @@ class SGLang(EngineSink):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout=timeout)
-        urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls or len(set(urls)) < len(urls):
-            raise UsageError("no servers to send to", expected="one or more URLs, each once", found=urls)
+        urls = distinct_urls(urls)
         if pause not in {"retract", "in_place", "abort", None}:
             raise UsageError("no such way to pause", expected="retract, in_place, abort or None", found=pause)
         if pause == "in_place" and flush_cache:
@@ -82,13 +78,12 @@ class SGLang(EngineSink):
         self.pause, self.flush_cache, self.backend = pause, flush_cache, backend
         self.group_name, self.address, self.port = group_name, address, port
         self._control = Control(urls, timeout, headers, selector)
+        self._servers = self._control.servers
         self._group: SenderGroup | None = None
         self._workers: list[Workers] = []
         self._is_paused = self._is_mixed = self._in_session = False
-        self._last_moment = float("inf")
 
     def _begin(self, layouts: Sequence[BucketLayout], cards: Sequence[str]) -> str:
-        self._last_moment = float("inf")
         workers = self._control.workers()
         if self._group is None or workers != self._workers:
             self.disconnect()
@@ -101,24 +96,15 @@ class SGLang(EngineSink):
         self._control.begin()
         return ""
 
-    def _send(self, bucket: Bucket) -> None:
+    def _announce(self, bucket: Bucket) -> Pending[Any]:
         assert self._group is not None
-        group = self._group
-        group.require(bucket.buffer.device)
+        self._group.require(bucket.buffer.device)
         self._is_mixed = True
-        with self._explained():
-            pending = self._control.receive(bucket, group.name)
+        return self._control.receive(bucket, self._group.name)
 
-            def check() -> None:
-                pending.check()
-                self._check_moment()
-
-            try:
-                group.broadcast(bucket.buffer, check)
-            except SinkError:
-                pending.check(_CAUSE_SECONDS)  # what a server says of it is worth more
-                raise
-            pending.wait(self._check_moment)
+    def _broadcast(self, buffer: torch.Tensor, check: Callable[[], None]) -> None:
+        assert self._group is not None
+        self._group.broadcast(buffer, check)
 
     def _end(self) -> None:
         with self._explained():
@@ -134,10 +120,6 @@ class SGLang(EngineSink):
             if self._is_paused:
                 self._control.resume()
         self._is_paused = False
-
-    def _interrupt(self) -> None:
-        # A bucket that is under way is better sent: a worker that waits for it can do nothing else.
-        self._last_moment = time.monotonic() + _GRACE_SECONDS
 
     def _cancel(self) -> None:
         if not self.is_lead:
@@ -176,22 +158,9 @@ class SGLang(EngineSink):
         try:
             self._group.join(pending.check)
         except SinkError:
-            pending.check(_CAUSE_SECONDS)
+            pending.check(CAUSE_SECONDS)
             raise
         pending.wait()
 
-    def _check_moment(self) -> None:
-        if time.monotonic() > self._last_moment:
-            raise SinkError("a bucket was not taken when the update failed elsewhere")
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say in errors of an update under way what has become of the servers."""
-        try:
-            yield
-        except SinkError as error:
-            text = str(error).rstrip(".")
-            if not any(server.url in text for server in self._control.servers):
-                text = f"{self._control}: {text}"
-            fix = "The servers stay paused until an update succeeds" if self._is_mixed else None
-            raise SinkError(text, fix=fix) from error
+    def _outcome(self) -> str | None:
+        return "The servers stay paused until an update succeeds" if self._is_mixed else None

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from ..errors import SinkError, UsageError
 from ..table import dtype_name
 from ..transfer.buckets import Bucket
-from ..transfer.process_group import SenderGroup, address_towards
-from ..transfer.servers import Pending, RefusedError, Server, on_all
+from ..transfer.process_group import SenderGroup
+from ..transfer.servers import Pending, RefusedError, Server, address_towards, on_all
 
 __all__ = ["Control", "Workers"]
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import base64
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -15,18 +14,17 @@ import torch
 from ..errors import SinkError, UsageError
 from ..transfer.buckets import Bucket, BucketLayout
 from ..transfer.nccl import Communicator, new_unique_id
-from .engine import EngineSink
+from ..transfer.servers import Pending, address_towards
+from .broadcasting import BroadcastSink, distinct_urls
 from .vllm_control import Control, are_whole
-from .vllm_store import IdStore, address_towards
+from .vllm_store import IdStore
 
 __all__ = ["VLLM"]
 
 _log = logging.getLogger("fsdp_export")
 
-_GRACE_SECONDS, _CAUSE_SECONDS = 5.0, 0.5
 
-
-class VLLM(EngineSink):
+class VLLM(BroadcastSink):
     """Updates the weights of one or more vLLM servers (0.28 or later) from the first rank. vLLM is not needed here.
 
     The servers run with `VLLM_SERVER_DEV_MODE=1` and `--weight-transfer-config '{"backend": "nccl"}'`. Their workers
@@ -66,23 +64,20 @@ class VLLM(EngineSink):
         address: str | None = None,
     ) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout=timeout)
-        urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls or len(set(urls)) < len(urls):
-            raise UsageError("no servers to send to", expected="one or more URLs, each once", found=urls)
+        urls = distinct_urls(urls)
         if pause not in {"keep", "wait", "abort", None}:
             raise UsageError("no such way to pause", expected="keep, wait, abort or None", found=pause)
         self.pause, self.flush_cache, self.address = pause, flush_cache, address
         self._control = Control(urls, timeout, headers)
+        self._servers = self._control.servers
         self._communicator: Communicator | None = None
         self._num_workers: list[int] = []
         self._chunk_bytes = 0
         self._sent_version = ""
         self._has_started = self._may_resume = False
-        self._last_moment = float("inf")
 
     def _begin(self, layouts: Sequence[BucketLayout], cards: Sequence[str]) -> str:
         self._has_started = self._may_resume = False
-        self._last_moment = float("inf")
         num_workers, versions = self._control.world_sizes(), self._control.versions()
         if num_workers != self._num_workers or set(versions) != {self._sent_version}:
             self.disconnect()
@@ -104,21 +99,12 @@ class VLLM(EngineSink):
         with self._explained():
             self._control.start(self.next_version)
 
-    def _send(self, bucket: Bucket) -> None:
+    def _announce(self, bucket: Bucket) -> Pending[Any]:
+        return self._control.receive(bucket)
+
+    def _broadcast(self, buffer: torch.Tensor, check: Callable[[], None]) -> None:
         assert self._communicator is not None
-        with self._explained():
-            pending = self._control.receive(bucket)
-
-            def check() -> None:
-                pending.check()
-                self._check_moment()
-
-            try:
-                self._communicator.broadcast(bucket.buffer, check=check)
-            except SinkError:
-                pending.check(_CAUSE_SECONDS)  # what a server says of it is worth more
-                raise
-            pending.wait(self._check_moment)
+        self._communicator.broadcast(buffer, check=check)
 
     def _commit(self) -> None:
         with self._explained():
@@ -128,10 +114,6 @@ class VLLM(EngineSink):
         self._sent_version = self.next_version
         if self.pause is not None:
             self._control.resume()
-
-    def _interrupt(self) -> None:
-        # A bucket that is under way is better sent: whoever waits for it on the other side can do nothing else.
-        self._last_moment = time.monotonic() + _GRACE_SECONDS
 
     def _cancel(self) -> None:
         if not self.is_lead:
@@ -154,23 +136,9 @@ class VLLM(EngineSink):
             self._communicator.abort()
             self._communicator = None
 
-    def _check_moment(self) -> None:
-        if time.monotonic() > self._last_moment:
-            raise SinkError(f"{self._control} did not take a bucket when the update failed elsewhere")
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Say in errors of an update under way what has become of the servers."""
-        try:
-            yield
-        except SinkError as error:
-            stay = "stay paused" if self.pause is not None else "must not generate"
-            raise SinkError(self._named(error), fix=f"The servers {stay} until an update succeeds") from error
-
-    def _named(self, error: SinkError) -> str:
-        """Return what an error says, with the servers if it says nothing of them."""
-        text = str(error).rstrip(".")
-        return text if any(server.url in text for server in self._control.servers) else f"{self._control}: {text}"
+    def _outcome(self) -> str:
+        stay = "stay paused" if self.pause is not None else "must not generate"
+        return f"The servers {stay} until an update succeeds"
 
     def _meet(self) -> Communicator:
         """Make a communicator of this process and all workers."""

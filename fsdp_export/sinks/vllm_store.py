@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
-from urllib.parse import urlsplit
 
 from torch.distributed import TCPStore
 
 from ..errors import SinkError
 
-__all__ = ["IdStore", "address_towards"]
+__all__ = ["IdStore"]
 
 # vLLM sends its first object under this name, and unpickles what it finds there. It is the only pickle that we send:
 # a call of `_ctypes._unpickle` for the structure that vLLM has for an id, written by hand, since that is not here.
@@ -52,17 +50,3 @@ class IdStore:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._store = None
-
-
-def address_towards(url: str) -> str:
-    """Return the address of this host from which a URL is reached."""
-    parts = urlsplit(url)
-    try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        for family, kind, protocol, _, there in found:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(there)  # sends nothing
-                return str(probe.getsockname()[0])
-    except OSError as error:
-        raise SinkError(f"no way to {url} was found", found=error) from error
-    raise SinkError(f"{url} has no address")

@@ -15,7 +15,7 @@ import torch
 from ..memory import bytes_of
 from ..spec import TensorInfo
 
-__all__ = ["Bucket", "BucketLayout", "Entry", "Packer", "lay_out"]
+__all__ = ["Bucket", "BucketLayout", "Entry", "Packer", "lay_out", "new_buffer"]
 
 BufferOf = Callable[[int, torch.device], torch.Tensor]
 """Gives a buffer of at least so many bytes, uint8 and flat, on a device, which is free to be written."""
@@ -106,6 +106,11 @@ def _layout(infos: Iterable[TensorInfo], align: int) -> BucketLayout:
 
 def _rounded(num_bytes: int, align: int) -> int:
     return -(-num_bytes // align) * align
+
+
+def new_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return memory for buckets, uint8 and flat."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class Packer:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch.distributed import PrefixStore, TCPStore
@@ -19,7 +17,7 @@ from torch.distributed import PrefixStore, TCPStore
 from .. import compat
 from ..errors import SinkError, UsageError
 
-__all__ = ["SenderGroup", "address_towards"]
+__all__ = ["SenderGroup"]
 
 _log = logging.getLogger("fsdp_export")
 
@@ -171,26 +169,6 @@ class SenderGroup:
     def _require_membership(self, what: str) -> None:
         if self._is_aborted.is_set():
             raise SinkError(f"failed {what}: the process group was left")
-
-
-def address_towards(url: str) -> str:
-    """Return the address of this host from which a server is reached.
-
-    Raises:
-        SinkError: Its name is not known here.
-    """
-    parts = urlsplit(url)
-    try:
-        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            mine: str = probe.getsockname()[0]
-    except OSError as error:
-        raise SinkError(
-            f"no way to {url}: {error.strerror or error}", fix="Give address=, that of this host"
-        ) from error
-    return mine
 
 
 def _call(call: Callable[[], None], errors: list[BaseException], done: threading.Event) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
 
 from ..errors import SinkError, UsageError
 
-__all__ = ["Pending", "RefusedError", "Server", "on_all"]
+__all__ = ["Pending", "RefusedError", "Server", "address_towards", "on_all"]
 
 _T = TypeVar("_T")
 _MAX_BODY_CHARACTERS = 2000
@@ -106,6 +108,26 @@ class Server:
             return answer.json()
         except ValueError:
             return answer.text
+
+
+def address_towards(url: str) -> str:
+    """Return the address of this host from which a server is reached.
+
+    Raises:
+        SinkError: Its name is not known here.
+    """
+    parts = urlsplit(url)
+    try:
+        found = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, address = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            mine: str = probe.getsockname()[0]
+    except OSError as error:
+        raise SinkError(
+            f"no way to {url}: {error.strerror or error}", fix="Give address=, that of this host"
+        ) from error
+    return mine
 
 
 def on_all(servers: Sequence[Server], request: Callable[[Server], _T]) -> list[_T]:

@@ -20,7 +20,8 @@ from ranks import free_port, run_ranks
 from torch.distributed import distributed_c10d
 
 from fsdp_export.errors import SinkError, UsageError
-from fsdp_export.transfer.process_group import SenderGroup, address_towards
+from fsdp_export.transfer.process_group import SenderGroup
+from fsdp_export.transfer.servers import address_towards
 
 LARGE = 1 << 26
 """Bytes that no socket takes before somebody reads them."""
