@@ -123,6 +123,7 @@ class Engine:
     def __init__(self, num_workers: int, serve: Serve) -> None:
         self._serve = serve
         self._workers = [_start(serve, rank) for rank in range(num_workers)]
+        self._spares: dict[int, tuple[Any, Connection]] = {}
         self.requests: list[tuple[str, Any]] = []
         self.refused: set[str] = set()
         self.missing: set[str] = set()
@@ -144,11 +145,14 @@ class Engine:
         """Let a worker fail once: `raise`, `stall` or `die` at the second bucket of an update, `finish` at its end."""
         with self._alone:
             self._workers[worker][1].send(("fault", fault))
+            if fault == "die":
+                # Now, since what serves requests is a thread, and to fork from there can crash.
+                self._spares[worker] = _start(self._serve, worker)
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        for process, pipe in self._workers:
+        for process, pipe in [*self._workers, *self._spares.values()]:
             process.kill()
             process.join()
             pipe.close()
@@ -187,15 +191,20 @@ class Engine:
         try:
             self._workers[number][1].send(what)
         except ConnectionError:  # it died behind the answer to the update before
-            self._workers[number] = _start(self._serve, number)
+            self._replace(number)
             self._workers[number][1].send(what)
+
+    def _replace(self, number: int) -> None:
+        process, pipe = self._workers[number]
+        process.join()
+        pipe.close()
+        self._workers[number] = self._spares.pop(number)
 
     def _outcome(self, number: int) -> str:
         try:
             return self._workers[number][1].recv()
         except (EOFError, ConnectionError):
-            self._workers[number][0].join()
-            self._workers[number] = _start(self._serve, number)
+            self._replace(number)
             return f"worker {number} died"
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:
