@@ -98,8 +98,7 @@ class EngineSink(Sink):
             self._await_oldest()
         bucket = self._packer.add(piece.info, piece.tensor)
         if bucket is not None:
-            device = bucket.buffer.device
-            filled = None if device.type == "cpu" else torch.get_device_module(device).current_stream().record_event()
+            filled = _recorded(bucket.buffer.device)
             self._sending.append(self._thread.submit(self._send_filled, bucket, filled))
 
     def close(self) -> None:
@@ -182,6 +181,11 @@ class EngineSink(Sink):
     def _interrupt(self) -> None: ...
 
     def _cancel(self) -> None: ...
+
+
+def _recorded(device: torch.device) -> Any:
+    """Return an event of all that is queued on a device's current stream, whichever device is the current one."""
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device).record_event()
 
 
 def _side_stream(device: torch.device, filled: Any) -> Any:
