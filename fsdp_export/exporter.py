@@ -320,9 +320,13 @@ class Exporter:
 
         Args:
             staging: As for `save`.
+
+        Raises:
+            UsageError: There is no such staging, or no module to save.
         """
         check_staging(staging)
-        assert isinstance(self._model, nn.Module)
+        if not isinstance(self._model, nn.Module):
+            raise UsageError("prepare() needs a module", fix="Only a module is saved in the background")
         are_offloaded = any(parameter.device.type == "cpu" for parameter in self._model.parameters())
         prepare(self.plan, self.source.device, staging, are_offloaded=are_offloaded)
 
