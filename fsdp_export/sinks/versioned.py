@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import SinkError, UsageError
 from ..plan import Plan
 from ..publish import NewVersion
 from .engine_control import EngineControl, EngineKind
@@ -92,7 +93,12 @@ class FolderPerVersion:
         if not self._control:
             return
         control, path = self._control, fspath(self._engine_path / name)
-        control.pause()
+        try:
+            control.pause()
+        except SinkError:
+            with suppress(SinkError):
+                control.resume()  # those that were paused
+            raise
         if control.engine == "vllm":
             work: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         else:
