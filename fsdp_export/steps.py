@@ -128,12 +128,16 @@ class Part:
 
     def of_row(self, rows: torch.Tensor, row: int) -> torch.Tensor:
         """Return this output as it lies in one row of a contiguous tensor, without copying."""
-        shape = self.info.shape
+        return self.of_each_row(rows[row : row + 1])[0]
+
+    def of_each_row(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return of every row of a contiguous tensor what lies where this output does in its own, without copying."""
+        shape, num_rows = self.info.shape, rows.shape[0]
         if self.inner is None:
-            return rows[row].view(shape)
+            return rows.view(num_rows, *shape).unbind()
         offset, strides = self.inner
-        strides = (0,) * (len(shape) - len(strides)) + strides
-        return rows.as_strided(shape, strides, int(rows.storage_offset()) + row * rows.stride(0) + offset)
+        strides = (rows.stride(0), *(0,) * (len(shape) - len(strides)), *strides)
+        return rows.as_strided((num_rows, *shape), strides, int(rows.storage_offset()) + offset).unbind()
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,10 +237,7 @@ def row_step(spec: TensorSpec, parts: tuple[Part, ...]) -> Step:
     is_unitwise = all(part.rows[1] - part.rows[0] == 1 for part in parts)
     convert: Convert = partial(_cut_rows, parts)
     if is_unitwise and spec.shape:
-        by_unit: dict[int, list[Part]] = {}
-        for part in parts:
-            by_unit.setdefault(part.rows[0], []).append(part)
-        convert = partial(_cut_units, by_unit)
+        convert = partial(_cut_units, *_by_unit(parts))
     return Step((spec,), outputs, spec.num_rows, read_dtype, convert, parts=parts, is_unitwise=is_unitwise)
 
 
@@ -249,12 +250,35 @@ def _narrower(dtype: torch.dtype, spec: TensorSpec) -> torch.dtype | None:
     return dtype if dtype.itemsize < spec.dtype.itemsize else None
 
 
-def _cut_units(parts: Mapping[int, Sequence[Part]], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
-    """Convert to parts of single rows, which are given by their row."""
-    rows = inputs[0].contiguous()
+def _by_unit(parts: Sequence[Part]) -> tuple[list[Part], dict[int, list[tuple[int, TensorInfo]]]]:
+    """Return one of the parts of each kind, and the outputs of every unit with the index of their kind.
+
+    Parts of a kind, such as one projection of all experts, lie alike in their rows.
+    """
+    kinds: dict[tuple[object, ...], int] = {}
+    examples: list[Part] = []
+    by_unit: dict[int, list[tuple[int, TensorInfo]]] = {}
+    for part in parts:
+        kind = kinds.setdefault((part.info.shape, part.inner), len(kinds))
+        if kind == len(examples):
+            examples.append(part)
+        by_unit.setdefault(part.rows[0], []).append((kind, part.info))
+    return examples, by_unit
+
+
+def _cut_units(
+    kinds: Sequence[Part],
+    by_unit: Mapping[int, Sequence[tuple[int, TensorInfo]]],
+    inputs: Sequence[torch.Tensor],
+    first_unit: int,
+) -> Iterator[Piece]:
+    """Convert to parts of single rows, with one view for all of a kind: one for each takes longer than its gather."""
+    rows, dtype = inputs[0].contiguous(), kinds[0].info.dtype
+    views = [part.of_each_row(rows) for part in kinds]
     for row in range(rows.shape[0]):
-        for part in parts.get(first_unit + row, ()):
-            yield Piece(part.info, 0, part.of_row(rows, row).to(part.info.dtype).contiguous())
+        for kind, info in by_unit.get(first_unit + row, ()):
+            tensor = views[kind][row]
+            yield Piece(info, 0, (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous())
 
 
 def _cut_rows(parts: Sequence[Part], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:

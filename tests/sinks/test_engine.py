@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import pytest
 import torch
@@ -99,6 +101,26 @@ def test_an_engine_that_fails_is_an_error_on_all_ranks_and_the_next_update_succe
             assert sink.calls[-1] == "commit 1"
 
     run_ranks(check, 3)
+
+
+@pytest.mark.parametrize("failing", ["send", "send table", "end", "commit 1"])
+def test_a_failed_update_keeps_no_memory_until_a_collection(failing):
+    def check() -> None:
+        sink = Recorder(bucket_bytes=1, failing=failing)
+        exporter = Exporter(shard(tiny(), "1d", 2), bucket_bytes=1)
+        gc.collect()
+        gc.disable()
+        before = {id(each) for each in tensors_alive()}
+        with suppress(SinkError):
+            exporter.send(sink)
+        sink.weights.clear()
+        assert [each.shape for each in tensors_alive() if id(each) not in before] == []
+
+    run_ranks(check, 2)
+
+
+def tensors_alive() -> list[torch.Tensor]:
+    return [each for each in gc.get_objects() if type(each) is torch.Tensor]
 
 
 def test_a_rank_that_fails_within_an_update_cancels_it():
