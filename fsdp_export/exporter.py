@@ -174,7 +174,7 @@ class Exporter:
     def buckets(self, max_bytes: int = 512 << 20, *, align: int = 256) -> Iterator[Bucket]:
         """Yield every tensor whole, laid with others into buckets of bytes on the device. Otherwise as `tensors`.
 
-        The tensors of one module are never split between two buckets.
+        Tensors of one module that come one after the other are never split between two buckets.
 
         Args:
             max_bytes: Bytes of a bucket; a module with more than that has a larger one of its own.

@@ -40,7 +40,8 @@ class EngineSink(Sink):
     Every wait in these must end in time. Whoever raises in one of them ends the update on all ranks.
 
     Args:
-        bucket_bytes: Bytes that are sent at a time. The tensors of one module are sent together even if they are more.
+        bucket_bytes: Bytes that are sent at a time. Tensors of one module that come one after the other are sent
+            together even if they are more.
         timeout: Seconds to wait for the engine, each time.
 
     Attributes:
