@@ -117,16 +117,12 @@ def run(
     is_lead = source.rank == plan.ranks[0]
     told = plan.in_order_of_delivery(bucket_bytes) if sink.delivery == "everyone" else plan
     sink.check = operation.check
-    try:
-        cards = operation.agree(sink.card())
-        ticket = operation.agree(sink.begin(told, cards) if is_lead else "")[0]
-        sink.open(told, source.rank, ticket)
-        operation.agree()
-        walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
-        finish(sink, operation, is_lead=is_lead)
-    finally:
-        # The operation would stay as long as the sink, and with it what was held when it failed.
-        sink.check = Sink.check
+    cards = operation.agree(sink.card())
+    ticket = operation.agree(sink.begin(told, cards) if is_lead else "")[0]
+    sink.open(told, source.rank, ticket)
+    operation.agree()
+    walk(plan, source, sink, operation, bucket_bytes=bucket_bytes, gather_all=gather_all, delivered=delivered)
+    finish(sink, operation, is_lead=is_lead)
 
 
 def finish(sink: Sink, operation: Operation, *, is_lead: bool) -> None:

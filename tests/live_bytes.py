@@ -1,7 +1,8 @@
-"""How many bytes of tensors live at a time."""
+"""Which tensors are alive, and of how many bytes."""
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -35,3 +36,8 @@ class LiveBytes(TorchDispatchMode):
 
 def storages(tree: Any) -> list[Any]:
     return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def tensors_alive() -> list[torch.Tensor]:
+    """Return the tensors that Python has an object of; parameters are left out."""
+    return [each for each in gc.get_objects() if type(each) is torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Iterator, Sequence
 
 from torch.distributed.distributed_c10d import Store
@@ -89,5 +90,18 @@ class Fence:
                     operation.end()
                 except BaseException as error:  # noqa: BLE001 - it is raised again, once the other ranks know of it
                     operation.fail(error)
+        except BaseException as error:
+            _clear_frames(error)
+            raise
         finally:
             self._turn.is_taken = False
+
+
+def _clear_frames(error: BaseException | None) -> None:
+    """Forget the variables of what has ended with an error, such as buckets on the device; the traceback stays.
+
+    Whoever keeps the error would keep them, as does the error itself where they lead back to it.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -148,7 +148,6 @@ class SharedOperation(Operation):
                     self._await_others()
         finally:
             self._heartbeat.stop()
-            self._verdict = None  # its traceback, with all that is held there, leads back here
         if self._index:
             with contextlib.suppress(RankError):
                 self._board.write(f"left/{self._index}", self._number)

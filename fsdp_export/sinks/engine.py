@@ -142,12 +142,9 @@ class EngineSink(Sink):
     def _await_oldest(self) -> None:
         """Wait until the oldest bucket is sent, or another rank has failed: the engine may wait for that one, too."""
         sent = self._sending.popleft()
-        try:
-            while wait([sent], _CHECK_SECONDS).not_done:
-                self.check()
-            sent.result()
-        finally:
-            del sent  # an error would lead back to itself by way of this frame, and keep its bucket
+        while wait([sent], _CHECK_SECONDS).not_done:
+            self.check()
+        sent.result()
 
     def _send_filled(self, bucket: Bucket, filled: Any) -> None:
         if self._has_failed:

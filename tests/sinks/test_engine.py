@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 from exports import assert_same, expected_export
+from live_bytes import tensors_alive
 from models import shard, tiny
 from ranks import run_ranks
 
@@ -117,10 +118,6 @@ def test_a_failed_update_keeps_no_memory_until_a_collection(failing):
         assert [each.shape for each in tensors_alive() if id(each) not in before] == []
 
     run_ranks(check, 2)
-
-
-def tensors_alive() -> list[torch.Tensor]:
-    return [each for each in gc.get_objects() if type(each) is torch.Tensor]
 
 
 def test_a_rank_that_fails_within_an_update_cancels_it():

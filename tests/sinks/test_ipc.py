@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from exports import assert_same, expected_export
 from faults import Outcome, outcome_of, the_error
 from ipc_engine import Engine, FileIPC, engine
+from live_bytes import tensors_alive
 from models import shard, tiny
 from ranks import run_ranks
 
@@ -76,7 +78,12 @@ def send_with_fault(
         )
         exporter = Exporter(shard(tiny(), "1d", 2), bucket_bytes=1)
         inject(sink)
+        gc.collect()
+        gc.disable()
+        before = {id(each) for each in tensors_alive()}
         outcome = outcome_of(lambda: exporter.send(sink))
+        assert [each.shape for each in tensors_alive() if id(each) not in before] == []
+        gc.enable()
         dist.barrier()
         sink.timeout = 10
         exporter.send(sink)
