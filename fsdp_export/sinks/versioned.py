@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ..errors import SinkError, UsageError
+from ..errors import UsageError
 from ..plan import Plan
 from ..publish import NewVersion
 from .engine_control import EngineControl, EngineKind
@@ -93,12 +92,7 @@ class FolderPerVersion:
         if not self._control:
             return
         control, path = self._control, fspath(self._engine_path / name)
-        try:
-            control.pause()
-        except SinkError:
-            with suppress(SinkError):
-                control.resume()  # those that were paused
-            raise
+        control.pause()
         if control.engine == "vllm":
             work: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         else:

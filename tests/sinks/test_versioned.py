@@ -6,7 +6,6 @@ import json
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -79,18 +78,12 @@ class Engine:
         return [route for route, _ in self.requests]
 
 
-@contextmanager
-def running_engine() -> Iterator[Engine]:
+@pytest.fixture
+def engine() -> Iterator[Engine]:
     running = Engine()
     yield running
     running.server.shutdown()
     running.server.server_close()
-
-
-@pytest.fixture
-def engine() -> Iterator[Engine]:
-    with running_engine() as engine:
-        yield engine
 
 
 def filled(value: float) -> Any:
@@ -239,15 +232,6 @@ def test_an_engine_that_cannot_load_is_an_error_and_older_versions_stay(tmp_path
     exporter.save(versions)
     assert names_in(tmp_path) == ["000003", "latest"]
     assert engine.loaded == [1.0, 2.0]
-
-
-def test_servers_that_were_paused_go_on_if_another_one_cannot_be(tmp_path, engine):
-    with running_engine() as other:
-        other.refuses = "/pause_generation"
-        versions = FolderPerVersion(tmp_path, urls=[engine.url, other.url], engine="sglang", pause="abort")
-        with pytest.raises(SinkError, match=r"/pause_generation was refused: found HTTP 400: .*out of luck"):
-            Exporter(tiny()).save(versions)
-    assert engine.routes() == ["/pause_generation", "/continue_generation"]
 
 
 def test_an_engine_sees_the_folder_elsewhere(tmp_path, engine):
