@@ -19,6 +19,7 @@ from .dtype_notes import dtype_notes, live_dtypes
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
+from .lockstep import gathered_pieces
 from .pending import PendingSave, finish_latest, start, wait_for_latest, write_staged
 from .plan import Plan
 from .planning import Planning
@@ -34,7 +35,7 @@ from .sinks.versioned import Destination, FolderPerVersion
 from .sources.base import Source
 from .sources.live import find_ranks
 from .transfer.buckets import Bucket, Packer, lay_out, new_buffer
-from .walk import Delivered, gathered_pieces, run
+from .walk import Delivered, run
 
 __all__ = ["Exporter"]
 
