@@ -159,7 +159,6 @@ def measure(name: str, loop: Loop, folder: Path) -> dict[str, float]:
     alone = statistics.median([loop.step() for _ in range(loop.num_steps)])
     _synchronize()
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     dist.barrier()
     device_before = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0

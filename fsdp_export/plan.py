@@ -122,12 +122,18 @@ class Plan:
         """Steps with rows that no rank holds whole."""
         return tuple(step for step in self.steps if not _is_local(_needs(step)))
 
-    @without_collection()
     def local_windows(self, rank: int) -> list[Window]:
         """Return the units that a rank delivers from what it holds, so that all local units are delivered once.
 
         Replicas share: the rows that the same ranks hold are laid end to end, and each of them takes an equal part.
+        Made once.
         """
+        if rank not in self._local_windows:
+            self._local_windows[rank] = self._share_of(rank)
+        return self._local_windows[rank]
+
+    @without_collection()
+    def _share_of(self, rank: int) -> list[Window]:
         held: dict[tuple[int, ...], list[tuple[int, Window]]] = {}
         for position, step in enumerate(self.steps):
             for rows, ranks in _held_by(_needs(step), rank):
@@ -170,6 +176,10 @@ class Plan:
             names = tuple(info.name for bucket in buckets for window in bucket.windows for info in window.outputs)
             self._in_order[bucket_bytes] = replace(self, names=names)
         return self._in_order[bucket_bytes]
+
+    @cached_property
+    def _local_windows(self) -> dict[int, list[Window]]:
+        return {}
 
     @cached_property
     def _in_order(self) -> dict[int, Plan]:

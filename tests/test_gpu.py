@@ -290,6 +290,21 @@ def test_a_save_in_the_background_does_not_wait_for_training_and_frees_its_memor
     host_memory().wait()
 
 
+def test_a_snapshot_on_the_device_waits_for_nothing_that_is_queued(folder):
+    model, wanted = sharded("gpu"), make()
+    exporter = Exporter(model)
+    exporter.save(folder / "out", blocking=False, staging="device", max_shard_size="2MB", fsync=False).wait()
+    torch.cuda._sleep(2_000_000_000)
+    double(model, 1)
+    queued = torch.cuda.current_stream().record_event()
+    handle = exporter.save(folder / "out", blocking=False, staging="device", max_shard_size="2MB", fsync=False)
+    assert not queued.query()
+    double(model, 1)
+    handle.wait()
+    double(wanted, 1)
+    check_written(folder / "out", wanted)
+
+
 def test_staging_where_the_device_has_no_room(folder, monkeypatch):
     model = sharded("gpu")
 

@@ -6,6 +6,7 @@ Nothing here changes the module or its configs, and transformers is not imported
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -55,8 +56,8 @@ def live_edits(live: Any, text: str) -> Edits | None:
         The edits; None when the file, read back with them, would still say something else.
     """
     written, wanted = json.loads(text), _as_json(live.to_dict())
-    edits = differences(_read_back(live, text), wanted, written)
-    left = differences(_read_back(live, edit_json(text, edits)), wanted, written)
+    edits = differences(_read_back(type(live), text), wanted, written)
+    left = differences(_read_back(type(live), edit_json(text, edits)), wanted, written)
     return None if left else edits
 
 
@@ -78,7 +79,10 @@ def generate(live: Any, class_name: str | None = None, dtype: torch.dtype | None
         edits.update({(key,): str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype")})
     config = json.loads(edit_json(text, edits))
     both = json.loads(edit_json(_dump(config), {**_field_edits(live, config), **rope_edits(config)}))
-    return _dump(both if both == config or _means_the_same(live, _dump(both), _dump(config)) else config)
+    if both == config:
+        return _dump(config)
+    more, less = _dump(both), _dump(config)
+    return more if _means_the_same(type(live), more, less) else less
 
 
 def _field_edits(live: Any, config: Mapping[str, Any]) -> Edits:
@@ -92,10 +96,11 @@ def _field_edits(live: Any, config: Mapping[str, Any]) -> Edits:
     return {(name,): config[key] for name, key in added.items()}
 
 
-def _means_the_same(live: Any, more: str, less: str) -> bool:
+@functools.lru_cache(maxsize=16)
+def _means_the_same(config_class: Any, more: str, less: str) -> bool:
     """Tell whether a file with further keys is read as the one without them, those keys apart."""
     try:
-        return _contains(_read_back(live, more), _read_back(live, less))
+        return _contains(_read_back(config_class, more), _read_back(config_class, less))
     except Exception:  # noqa: BLE001  a class may refuse the further keys with any error
         return False
 
@@ -106,11 +111,11 @@ def _contains(whole: Any, part: Any) -> bool:
     return bool(whole == part)
 
 
-def _read_back(live: Any, text: str) -> dict[str, Any]:
-    """Return what the class of a live config makes of a file, defaults included."""
+def _read_back(config_class: Any, text: str) -> dict[str, Any]:
+    """Return what the class of a config makes of a file, defaults included."""
     config = json.loads(text)
-    decode = getattr(live, "_decode_special_floats", None)  # of infinities, which are not JSON
-    return _as_json(type(live).from_dict(decode(config) if decode is not None else config).to_dict())
+    decode = getattr(config_class, "_decode_special_floats", None)  # of infinities, which are not JSON
+    return _as_json(config_class.from_dict(decode(config) if decode is not None else config).to_dict())
 
 
 def _as_json(value: Any) -> dict[str, Any]:

@@ -105,18 +105,18 @@ class FileSink(Sink):
         Raises:
             SinkError: The folder cannot be used, or has too little space.
         """
-        layouts = self._lay_out_files(plan)
+        self._plan, self.layouts = plan, self._lay_out_files(plan)
         self._made_from = self._provenance()
         self._publication = Publication.begin(self.folder, overwrite=self._overwrite, fsync=self.fsync)
         if self._publication.recovered:
             _log.warning("%s: %s", self.folder, self._publication.recovered)
-        _check_free_space(self.folder, sum(layout.num_bytes for layout in layouts))
-        for layout in layouts:
+        _check_free_space(self.folder, sum(layout.num_bytes for layout in self.layouts))
+        for layout in self.layouts:
             path = self._publication.staging / layout.name
             with _write_errors(path, layout.num_bytes), path.open("xb") as file:
                 file.write(layout.header)
                 file.truncate(layout.num_bytes)
-        return json.dumps([self._publication.staging.name, self._publication.token, _digest(layouts)])
+        return json.dumps([self._publication.staging.name, self._publication.token, _digest(self.layouts)])
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Look for the hidden folder; see `Sink.open`.
@@ -132,7 +132,8 @@ class FileSink(Sink):
                 file=self.folder,
                 fix="Write to a folder that all hosts share",
             )
-        self._plan, self.layouts = plan, self._lay_out_files(plan)
+        if self._plan is not plan:
+            self._plan, self.layouts = plan, self._lay_out_files(plan)
         if _digest(self.layouts) != digest:
             raise SinkError(
                 "the ranks lay out the files differently",

@@ -26,6 +26,9 @@ Staging = Literal["auto", "device", "host"]
 # What training may need beyond what it has ever had.
 _SPARE_SHARE = 0.05
 _MAX_THREADS = 8
+# To take a slab of this size from the driver takes no longer than to take a tensor's; freed one by one as it is written.
+_SLAB_BYTES = 512 << 20
+_ALIGNMENT = 512
 
 # By device: what a save staged there. Torch keeps that memory when it is written, which is room for the next save.
 _staged_before: dict[torch.device, int] = {}
@@ -62,9 +65,11 @@ class StagedSink(Sink):
         self._num_bytes = self._device_bytes = 0
         self._device: torch.device | None = None
         self._is_on_device: bool | None = None
-        self._has_memory = self._is_short_of_pinned = False
+        self._has_memory = self._is_short_of_pinned = self._copies_to_host = False
+        self._slab = torch.empty(0)
         self._pieces: deque[Piece] = deque()
         self._streams: set[Any] = set()
+        self._copied: list[Any] = []
         self._threads = ExitStack()
 
     def card(self) -> str:
@@ -91,7 +96,7 @@ class StagedSink(Sink):
         if device.type != "cpu":
             self._device = device
             self._streams.add(torch.get_device_module(device).current_stream(device))
-            if self._stays(device) and self._clone(piece):
+            if piece.tensor.numel() and self._stays(device) and self._copy_on_device(piece):
                 return
         if piece.tensor.numel():
             self._copy(piece)
@@ -99,8 +104,16 @@ class StagedSink(Sink):
             self._pieces.append(Piece(piece.info, piece.first_row, piece.tensor.clone()))
 
     def close(self) -> None:
-        """Wait until everything is copied: what the module holds may change from now on."""
-        self._settle()
+        """Take care that the module may change from now on.
+
+        Copies to the host have ended. Those on the device are on the current stream: what is queued there later comes
+        after them, and nobody waits.
+        """
+        if self._copies_to_host:
+            self._settle()
+        self._threads.close()
+        self._copied = [stream.record_event() for stream in self._streams]
+        self._slab = torch.empty(0)
         if self._device is not None and self._device_bytes:
             _staged_before[self._device] = self._device_bytes
 
@@ -131,6 +144,7 @@ class StagedSink(Sink):
     def release(self) -> None:
         """Give the memory back, which nobody may use any more; that of the host is pinned now if it was not."""
         self._pieces.clear()
+        self._slab = torch.empty(0)
         if self._has_memory:
             self._has_memory = False
             host_memory().end()
@@ -143,13 +157,16 @@ class StagedSink(Sink):
             self._streams.pop().synchronize()
 
     def _beside_training(self) -> AbstractContextManager[object]:
-        """Enter the device, and a stream of its own: other work there is neither waited for nor kept waiting."""
+        """Enter the device, and a stream of its own: only the copies are waited for, and no other work has to wait."""
         if self._device is None:
             return nullcontext()
         module = torch.get_device_module(self._device)
         # A thread begins on the first device, whatever that of the process is.
         module.set_device(self._device)
-        return module.Stream(self._device)  # type: ignore[no-any-return]
+        stream: Any = module.Stream(self._device)
+        for event in self._copied:
+            stream.wait_event(event)
+        return stream  # type: ignore[no-any-return]
 
     def _stays(self, device: torch.device) -> bool:
         if self._is_on_device is None:
@@ -158,22 +175,34 @@ class StagedSink(Sink):
             )
         return self._is_on_device
 
-    def _clone(self, piece: Piece) -> bool:
+    def _copy_on_device(self, piece: Piece) -> bool:
         """Copy a piece on its device; return whether there was room."""
+        tensor = piece.tensor
         try:
-            clone = piece.tensor.clone(memory_format=torch.contiguous_format)
+            room = self._take(tensor.nbytes, tensor.device)
         except torch.OutOfMemoryError:
             if self._staging == "device":
                 raise
             self._is_on_device = False
             return False
-        self._pieces.append(Piece(piece.info, piece.first_row, clone))
-        self._device_bytes += clone.nbytes
+        copy = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        self._pieces.append(Piece(piece.info, piece.first_row, copy))
         return True
+
+    def _take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return room on a device."""
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if self._slab.numel() < size:
+            left = max(self._num_bytes - self._device_bytes, 0)
+            self._slab = torch.empty(max(size, min(_SLAB_BYTES, left)), dtype=torch.uint8, device=device)
+            self._device_bytes += self._slab.numel()
+        room, self._slab = self._slab[:num_bytes], self._slab[size:]
+        return room
 
     def _copy(self, piece: Piece) -> None:
         """Copy a piece into host memory, cut where a slab ends."""
         data, info, memory = bytes_of(piece.tensor), piece.info, host_memory()
+        self._copies_to_host = True
         begin = 0
         while begin < data.numel():
             room = memory.take(info.row_bytes, data.numel() - begin)
