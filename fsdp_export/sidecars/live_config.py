@@ -81,8 +81,9 @@ def generate(live: Any, class_name: str | None = None, dtype: torch.dtype | None
     both = json.loads(edit_json(_dump(config), {**_field_edits(live, config), **rope_edits(config)}))
     if both == config:
         return _dump(config)
+    config_class: Any = type(live)
     more, less = _dump(both), _dump(config)
-    return more if _means_the_same(type(live), more, less) else less
+    return more if _means_the_same(config_class, more, less) else less
 
 
 def _field_edits(live: Any, config: Mapping[str, Any]) -> Edits:
