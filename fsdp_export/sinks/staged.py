@@ -26,7 +26,7 @@ Staging = Literal["auto", "device", "host"]
 # What training may need beyond what it has ever had.
 _SPARE_SHARE = 0.05
 _MAX_THREADS = 8
-# To take a slab of this size from the driver takes no longer than to take a tensor's; freed one by one as it is written.
+# To take a slab of this size from the driver takes no longer than to take a tensor's; each is freed as it is written.
 _SLAB_BYTES = 512 << 20
 _ALIGNMENT = 512
 
@@ -106,10 +106,10 @@ class StagedSink(Sink):
     def close(self) -> None:
         """Take care that the module may change from now on.
 
-        Copies to the host have ended. Those on the device are on the current stream: what is queued there later comes
-        after them, and nobody waits.
+        Copies to the host have ended, and those on several devices. Those on one are on the current stream: what is
+        queued there later comes after them, and nobody waits.
         """
-        if self._copies_to_host:
+        if self._copies_to_host or len(self._streams) > 1:
             self._settle()
         self._threads.close()
         self._copied = [stream.record_event() for stream in self._streams]
