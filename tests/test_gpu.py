@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_export import Exporter, save_checkpoint
 from fsdp_export.sinks.host_memory import host_memory
+from fsdp_export.sinks.staged import StagedSink
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nccl_group")]
 
@@ -311,7 +312,7 @@ def test_staging_where_the_device_has_no_room(folder, monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(torch.Tensor, "clone", refuse)
+    monkeypatch.setattr(StagedSink, "_take", refuse)
     with pytest.raises(Exception, match="no room"):
         Exporter(model).save(folder / "out", blocking=False, staging="device")
     handle = Exporter(model).save(folder / "out", blocking=False, staging="auto", max_shard_size="2MB")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ def generate(live: Any, class_name: str | None = None, dtype: torch.dtype | None
     if both == config:
         return _dump(config)
     more, less = _dump(both), _dump(config)
-    return more if _means_the_same(type(live), more, less) else less
+    config_class: Hashable = type(live)
+    return more if _means_the_same(config_class, more, less) else less
 
 
 def _field_edits(live: Any, config: Mapping[str, Any]) -> Edits:
