@@ -43,6 +43,7 @@ class Target:
         load: Makes of the tensors of a checkpoint, or of some, those of the module.
         hub: What an export makes of the tensors; None where they stay.
         keeps_names: Whether names of a checkpoint are these, whatever else they could be.
+        only_moves: Whether `load` computes nothing: an adapter may, transformers does not.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -54,6 +55,7 @@ class Target:
     load: Loader
     hub: Conversion | None = None
     keeps_names: bool = False
+    only_moves: bool = True
 
     @property
     def names(self) -> set[str]:
@@ -90,7 +92,8 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
     optional = unsaved | _matching(specs, _declared(model, "_keys_to_ignore_on_load_missing"))
     load = loader_of(base_twins(model, None), own) if adapter is None else _loader_by(adapter, own)
     hub = _export(model, [spec for name, spec in specs.items() if name not in unsaved])
-    return Target(specs, ties.aliases, declared, frozenset(optional), *_ignored(model, own), load, hub)
+    ignored = _ignored(model, own)
+    return Target(specs, ties.aliases, declared, frozenset(optional), *ignored, load, hub, only_moves=adapter is None)
 
 
 def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: Collection[str]) -> Target:
