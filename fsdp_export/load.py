@@ -99,25 +99,24 @@ def load(
         delivered(more)
 
     ranks, rank = find_ranks(model)
-    with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation:
-        wait_for_latest()
-        plan = _planned(model, path, rank, cast=cast, adapter=adapter, prefix=prefix)
-        error = plan.match.error(plan.source.folder, strict=strict)
-        if error is not None:
-            raise error
-        _check(model, plan, ranks, operation)
-        values = initial_values(model, _uncovered(model, plan.match, plan.target))
-        _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
-        try:
-            materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
-            _fill(model, plan, operation, count)
-        except Exception as failure:
-            is_ours = isinstance(failure, ExportError)
-            text = str(failure) if is_ours else f"{type(failure).__name__}: {failure}"
-            kind = type(failure) if is_ours else SourceError
-            raise kind(f"the model is loaded in part and must not be used: {text}") from failure
-        finally:
-            plan.source.close()
+    has_begun = False
+    try:
+        with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation:
+            wait_for_latest()
+            plan = _planned(model, path, rank, cast=cast, adapter=adapter, prefix=prefix)
+            _check(model, plan, ranks, operation, strict=strict)
+            values = initial_values(model, _uncovered(model, plan.match, plan.target))
+            _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
+            has_begun = True
+            try:
+                materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
+                _fill(model, plan, operation, count)
+            finally:
+                plan.source.close()
+    except Exception as failure:
+        if has_begun:
+            raise _in_part(failure) from failure
+        raise
     return LoadReport(
         plan.source.folder or path,
         plan.source.description,
@@ -127,6 +126,14 @@ def load(
         tuple(plan.match.missing),
         tuple(plan.match.unexpected),
     )
+
+
+def _in_part(failure: Exception) -> ExportError:
+    """Return what to raise for an error after which some values are new and others are not."""
+    what = "the model is loaded in part and must not be used"
+    if isinstance(failure, ExportError):
+        return type(failure)(f"{what}: {failure}")
+    return SourceError(f"{what}: {type(failure).__name__}: {failure}")
 
 
 @without_collection()
@@ -139,8 +146,11 @@ def _planned(model: nn.Module, path: Path, rank: int, *, cast: bool, adapter: An
     return _Plan(path, source, target, match(target, source.specs, is_sharded=is_sharded, casts=cast), rank)
 
 
-def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Operation) -> None:
-    """Look at the files that this rank reads, the memory it has for them, and at a part of what must be equal."""
+def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Operation, *, strict: bool) -> None:
+    """Look at names, the files that this rank reads, the memory for them, and at a part of what must be equal."""
+    error = plan.match.error(plan.source.folder, strict=strict)
+    if error is not None:
+        raise error
     plan.reading.check()
     first, again = _locals(model, plan, may_be_meta=True), _locals(model, plan, may_be_meta=True)
     part, parts = ranks.index(plan.rank), len(ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,15 @@ import torch.distributed as dist
 from hub_models import hub_model
 from loading import assert_holds, sharded_oracle, snapshot, spoiled
 from models import shard, tiny
+from peft_models import quiet, with_lora
 from rank_folders import save_as_verl
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from fsdp_export import ExportError, load_checkpoint, save_checkpoint
-from fsdp_export.errors import DisagreementError, SourceError
+from fsdp_export.errors import DisagreementError, RankError, SourceError, UsageError
+from fsdp_export.fence import heartbeat
 from fsdp_export.opening import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -203,21 +206,55 @@ def test_an_expert_that_is_none_of_the_module_is_named(
     assert found in refused(hub_model("qwen3-moe"), tmp_path, strict=False, cast=False)
 
 
-def test_whatever_is_raised_later_says_that_the_model_is_loaded_in_part(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_whatever_is_raised_later_says_that_the_model_is_loaded_in_part(num_ranks: int, tmp_path: Path) -> None:
     save_checkpoint(tiny(), tmp_path, fsync=False)
 
     def on_rank() -> str:
         def fail(_: int) -> None:
-            if dist.get_rank() == 1:
+            if dist.get_rank() == num_ranks - 1:
                 raise MemoryError("no more")
 
-        with pytest.raises(SourceError) as caught:
-            load_checkpoint(shard(tiny(), "1d", 2), tmp_path, delivered=fail)
+        with pytest.raises(ExportError) as caught:
+            load_checkpoint(shard(tiny(), "1d", num_ranks), tmp_path, delivered=fail)
         return str(caught.value)
 
-    (text,) = set(run_ranks(on_rank, 2))
-    assert text.startswith("rank 1 (")
-    assert text.endswith("): the model is loaded in part and must not be used: MemoryError: no more")
+    (text,) = set(run_ranks(on_rank, num_ranks))
+    assert text.startswith("the model is loaded in part and must not be used: ")
+    assert text.endswith("MemoryError: no more")
+    assert ("rank 1 (" in text) == (num_ranks == 2)
+
+
+def test_a_rank_that_dies_leaves_models_that_say_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.15)
+    save_checkpoint(tiny(), tmp_path, fsync=False)
+
+    def on_rank() -> str:
+        def die(_: int) -> None:
+            if dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        with pytest.raises(RankError) as caught:
+            load_checkpoint(shard(tiny(), "1d", 2), tmp_path, delivered=die)
+        return str(caught.value)
+
+    text, _ = run_ranks(on_rank, 2, expect_death=[1])
+    assert text.startswith("the model is loaded in part and must not be used: rank 1 (")
+
+
+@pytest.mark.parametrize("what", ["adapter", "base.pt"])
+def test_a_model_whose_adapters_are_merged_is_refused(what: str, tmp_path: Path) -> None:
+    with quiet():
+        model: Any = with_lora("plain")
+    save_checkpoint(model, tmp_path / "adapter", fsync=False)
+    base = {name.replace(".base_layer", ""): value for name, value in model.get_base_model().state_dict().items()}
+    torch.save({name: value for name, value in base.items() if "lora_" not in name}, tmp_path / "base.pt")
+    with quiet():
+        model.merge_adapter()
+    assert refused(model, tmp_path / what, UsageError).endswith("Call unmerge_adapter() first.")
+    with quiet():
+        model.unmerge_adapter()
+    load_checkpoint(model, tmp_path / what)
 
 
 def test_an_empty_table_on_meta_needs_no_values(tmp_path: Path) -> None:

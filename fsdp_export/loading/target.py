@@ -17,7 +17,7 @@ from ..conversion.loading import Loaded, Loader, loader_of
 from ..conversion.peft_module import PeftModule, base_twins, find_peft
 from ..conversion.peft_names import ADAPTER_SEGMENT
 from ..conversion.transformers import convert_live
-from ..errors import PlanError
+from ..errors import PlanError, UsageError
 from ..names import strip_wrappers
 from ..sources.live import LiveSource, named_tensors
 from ..spec import TensorSpec
@@ -78,7 +78,7 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
 
     Raises:
         SourceError: The module is not understood; see `LiveSource`.
-        UsageError: The adapter is none.
+        UsageError: The adapter is none; or the module is one of PEFT whose adapters are merged.
     """
     source = LiveSource(model, may_be_meta=True)
     own = {spec.name: spec for spec in source.specs}
@@ -98,6 +98,12 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
 
 def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: Collection[str]) -> Target:
     """Return the adapter alone, all that PEFT has, or the model that it adapts: what a checkpoint has the names of."""
+    if peft.merged_layers:
+        raise UsageError(
+            "weights that have an adapter in them, which would be taken out of others after loading",
+            name=peft.merged_layers[0],
+            fix="Call unmerge_adapter() first",
+        )
     tensors, own = named_tensors(model), {spec.name: spec for spec in source.specs}
     has_adapter = any(map(ADAPTER_SEGMENT.match, names))
     if has_adapter and not own.keys() >= set(names):
