@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,9 +153,9 @@ def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Opera
     if error is not None:
         raise error
     plan.reading.check()
-    first, again = _locals(model, plan, may_be_meta=True), _locals(model, plan, may_be_meta=True)
+    shared = check_memory(model, partial(_locals, model, plan, may_be_meta=True))
     part, parts = ranks.index(plan.rank), len(ranks)
-    for one, other in (*plan.match.twice, *plan.match.sources(check_memory(first, again))):
+    for one, other in (*plan.match.twice, *plan.match.sources(shared)):
         rows = (one.num_rows * part // parts, one.num_rows * (part + 1) // parts)
         if not are_equal(plan.source, one, other, rows, operation):
             raise SourceError(

@@ -23,6 +23,7 @@ from torch import nn
 from fsdp_export import ExportError, load_checkpoint, save_checkpoint
 from fsdp_export.errors import DisagreementError, RankError, SourceError, UsageError
 from fsdp_export.fence import heartbeat
+from fsdp_export.loading.target import Target
 from fsdp_export.opening import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
@@ -268,3 +269,11 @@ def test_an_empty_table_on_meta_needs_no_values(tmp_path: Path) -> None:
 def test_names_that_a_terminal_would_obey_are_spelled_out(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2), "\x1b[31m\n": torch.ones(1), "": torch.ones(1)}, tmp_path / "model.safetensors")
     assert r"2 unexpected: '', '\x1b[31m\n'" in refused(holding(w=torch.zeros(2)), tmp_path)
+
+
+def test_the_names_of_a_module_are_not_collected_for_every_tensor(tmp_path: Path, monkeypatch) -> None:
+    save_checkpoint(tiny(), tmp_path, fsync=False)
+    names, times = Target.names.fget, []  # type: ignore[attr-defined]
+    monkeypatch.setattr(Target, "names", property(lambda self: [times.append(1), names(self)][1]))
+    load_checkpoint(tiny(), tmp_path)
+    assert 0 < len(times) < 5  # of 14 tensors: what is done for each would take minutes for 100,000

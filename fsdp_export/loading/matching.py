@@ -231,7 +231,8 @@ def _distinct(pairs: Iterable[tuple[Assembled, Assembled]]) -> list[tuple[Tensor
 def _unexpected(
     target: Target, specs: Iterable[TensorSpec], made: Mapping[str, Assembled], loaded: Loaded
 ) -> list[str]:
-    used = {spec.name for name, each in made.items() if name in target.names for spec in each.inputs}
+    own = target.names
+    used = {spec.name for name, each in made.items() if name in own for spec in each.inputs}
     # What was to be a part of a tensor that could not be made is told with that.
     return [
         spec.name

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
+from torch import nn
 
+from ..compat import local_of
 from ..conversion.trace import storage_of
 from ..errors import SourceError
+from .materializing import own_tensors
 
 __all__ = ["check_memory"]
 
 _OWN_MEMORY = "Give the module a tensor of its own there (clone() makes one)"
 
 
-def check_memory(locals_: Mapping[str, torch.Tensor], again: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
+@torch.no_grad()
+def check_memory(model: nn.Module, read: Callable[[], Mapping[str, torch.Tensor]]) -> list[tuple[str, str]]:
     """Refuse tensors of a module that cannot take values of their own.
 
     Args:
-        locals_: This rank's blocks by name; some may be on meta, which will get memory.
-        again: The same, asked for once more, while the first are still there.
+        model: The module.
+        read: Returns this rank's blocks by name; some may be on meta, which will get memory.
 
     Returns:
         Pairs of names that are one and the same memory, so that they can have but the same values.
@@ -29,6 +33,11 @@ def check_memory(locals_: Mapping[str, torch.Tensor], again: Mapping[str, torch.
     Raises:
         SourceError: One is a copy of what the module holds, its elements share memory, or it shares some with another.
     """
+    locals_ = read()
+    known = {storage_of(local_of(tensor)) for _, _, _, tensor in own_tensors(model)}
+    # What is no parameter and no buffer may still be kept somewhere; a copy is another one every time.
+    is_own = all(storage_of(local) in known for local in locals_.values() if local.numel())
+    again = locals_ if is_own else read()
     by_storage: dict[int, list[str]] = defaultdict(list)
     for name, local in locals_.items():
         if not local.numel():
