@@ -25,6 +25,7 @@ from fsdp_export.errors import DisagreementError, RankError, SourceError, UsageE
 from fsdp_export.fence import heartbeat
 from fsdp_export.loading.target import Target
 from fsdp_export.opening import open_checkpoint
+from fsdp_export.sources.archive import DataFiles
 
 Tensors = dict[str, torch.Tensor]
 
@@ -256,6 +257,12 @@ def test_a_model_whose_adapters_are_merged_is_refused(what: str, tmp_path: Path)
     with quiet():
         model.unmerge_adapter()
     load_checkpoint(model, tmp_path / what)
+
+
+def test_a_file_that_gets_shorter_is_told_with_the_bytes_that_it_has(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(10))
+    with pytest.raises(SourceError, match=r"a truncated data file in .*data: expected 108 bytes, found 10\."):
+        DataFiles(tmp_path).read("data", 100, 8)
 
 
 def test_an_empty_table_on_meta_needs_no_values(tmp_path: Path) -> None:
