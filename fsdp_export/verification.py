@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import ComparisonError
+from .errors import ComparisonError, printable
 from .table import counted, human_bytes
 
 __all__ = ["Comparison", "Difference", "Verification"]
@@ -171,7 +171,7 @@ class Comparison:
         return [f"and {more:,} more"] if more else []
 
     def _names(self) -> str:
-        names = self._differing()[:_MAX_NAMES]
+        names = [printable(name) for name in self._differing()[:_MAX_NAMES]]
         more = self.num_differing - len(names)
         return f"{self.num_differing:,} that differ: {', '.join(names)}" + (f" and {more:,} more" if more else "")
 

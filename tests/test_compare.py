@@ -573,3 +573,13 @@ def test_what_the_library_offers(tied):
     assert pickle.loads(pickle.dumps(comparison)) == comparison
     with pytest.raises(UsageError, match="no such choice for LoRA"):
         compare_checkpoints(tied / "run", tied / "hub", lora="none")
+
+
+def test_files_of_one_folder_are_told_by_their_names():
+    for name, bias in (("one", 0.0), ("two", 1.0)):
+        save_file({"bias\n": torch.tensor([bias])}, f"{name}.safetensors")
+    message = refusal("--compare", "one.safetensors", "two.safetensors", code=3)
+    assert message.startswith("two checkpoints differ: two.safetensors is not one.safetensors: ")
+    assert r"1 that differ: 'bias\n'" in message
+    comparison = compare_checkpoints("one.safetensors", "two.safetensors", exclude=[])
+    assert (comparison.source, comparison.path) == (Path("one.safetensors"), Path("two.safetensors"))

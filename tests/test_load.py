@@ -337,7 +337,8 @@ def test_a_disk_that_fails_later_says_that_the_model_is_loaded_in_part(folder: P
         return str(caught.value)
 
     (text,) = set(run_ranks(on_rank, 2))
-    assert "the model is loaded in part and must not be used: a data file that cannot be read in model.saf" in text
+    assert text.startswith("the model is loaded in part and must not be used: ")
+    assert text.endswith("a data file that cannot be read in model.safetensors")
 
 
 def test_each_rank_reads_what_it_holds_and_headers(tmp_path: Path) -> None:
