@@ -187,7 +187,7 @@ def _finish_at_the_end() -> None:
 
 def _forget() -> None:
     """Leave the save to the process that was forked from: no thread of it is here."""
-    global _latest, _taking  # noqa: PLW0603
+    global _latest, _taking
     _latest, _taking = None, threading.RLock()
 
 

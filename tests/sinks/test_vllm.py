@@ -88,11 +88,11 @@ def test_three_updates_bring_the_weights_of_the_time_to_all_workers(bucket_bytes
 def test_the_caller_chooses_version_pause_and_caches(server):
     def check() -> None:
         sink = sink_for(server, pause="abort", flush_cache=False, timeout=1)
-        sink.version = "step-7"
+        sink.version = 7
         exporter = Exporter(tiny())
         exporter.send(sink)
         state = server.state()
-        assert (state["version"], state["paused"]) == ("step-7", False)
+        assert (state["version"], state["paused"]) == ("7", False)
         assert "pause abort false" in state["calls"]
         assert not any("cache" in call for call in state["calls"])
         sink.pause = None
