@@ -47,15 +47,26 @@ class SenderGroup:
         name: Of the group; to be used once.
         timeout: Seconds to wait for the others, each time.
         port: Of the store; 0 for a free one.
+        store: That of a group before this one, if there was one: what a group leaves behind may keep its port taken.
 
     Attributes:
+        store: For the next group.
         port: Of the store.
 
     Raises:
         SinkError: The port is taken.
     """
 
-    def __init__(self, num_ranks: int, *, backend: str, name: str, timeout: float, port: int = 0) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        backend: str,
+        name: str,
+        timeout: float,
+        port: int = 0,
+        store: TCPStore | None = None,
+    ) -> None:
         if backend not in {"nccl", "gloo"}:
             raise UsageError("no such backend", expected="nccl or gloo", found=backend)
         self.num_ranks, self.backend, self.name = num_ranks, backend, name
@@ -63,19 +74,8 @@ class SenderGroup:
         self._is_aborted = threading.Event()
         self._backend: Any = None
         self._at_end: weakref.finalize[..., SenderGroup] | None = None
-        try:
-            self._store = TCPStore(
-                "localhost",
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )
-        except (RuntimeError, ValueError) as error:
-            raise SinkError(
-                f"cannot listen on port {port}", found=_first_line(error), fix="Name another one"
-            ) from error
-        self.port: int = self._store.port
+        self.store = store or _open_store(port, timeout)
+        self.port: int = self.store.port
 
     def join(self, check: Check = lambda: None) -> None:
         """Make the group, at the time at which the others do.
@@ -86,7 +86,7 @@ class SenderGroup:
 
         def make() -> None:
             timeout = _WATCHDOG if self.backend == "nccl" else timedelta(seconds=self._timeout) + _MARGIN
-            store = PrefixStore(self.name, self._store)
+            store = PrefixStore(self.name, self.store)
             backend = compat.new_backend(self.backend, store, 0, self.num_ranks, name=self.name, timeout=timeout)
             if self.backend == "nccl":
                 # Or it complains at the end of the program, and may wait for the others.
@@ -169,6 +169,15 @@ class SenderGroup:
     def _require_membership(self, what: str) -> None:
         if self._is_aborted.is_set():
             raise SinkError(f"failed {what}: the process group was left")
+
+
+def _open_store(port: int, timeout: float) -> TCPStore:
+    try:
+        return TCPStore(
+            "localhost", port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout)
+        )
+    except (RuntimeError, ValueError) as error:
+        raise SinkError(f"cannot listen on port {port}", found=_first_line(error), fix="Name another one") from error
 
 
 def _call(call: Callable[[], None], errors: list[BaseException], done: threading.Event) -> None:

@@ -14,7 +14,7 @@ from exports import expected_export
 from fake_sglang import FakeSGLang, digests_of
 from hub_models import hub_model
 from models import shard, tiny
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
@@ -337,3 +337,18 @@ class _Nothing:
 def test_options_that_cannot_work(options):
     with pytest.raises(UsageError):
         SGLang(**{"urls": "http://a", **options})
+
+
+def test_the_port_that_was_chosen_serves_the_next_update_whatever_holds_the_error_of_the_last_one(server):
+    def check() -> None:
+        sink, exporter = sink_for(server, port=free_port(), timeout=2), Exporter(tiny())
+        errors = []
+        for kind in ("late", "refuse", "late"):
+            server.fail("update_weights_from_distributed", kind)
+            with pytest.raises(SinkError, match="CUDA ran out of luck") as caught:
+                exporter.send(sink)
+            errors.append(caught)
+            exporter.send(sink)
+        assert server.state()["weights"] == digests_of(expected_export(tiny()))
+
+    alone(check)
