@@ -178,15 +178,17 @@ class Exporter:
 
         Args:
             max_bytes: Bytes of a bucket; a module with more than that has a larger one of its own.
-            align: Tensors begin at multiples of this many bytes. With 1 nothing lies between them, and the wider
-                dtypes come first.
+            align: Tensors begin at multiples of this many bytes, a power of two. With 1 nothing lies between them, and
+                the wider dtypes come first.
 
         Raises:
             ExportError: As `send`.
-            UsageError: A number is not positive.
+            UsageError: A number is not positive, or `align` no power of two.
         """
         if min(max_bytes, align) <= 0:
             raise UsageError("buckets of no size", expected="positive numbers of bytes", found=min(max_bytes, align))
+        if align & (align - 1):  # a tensor would begin in the middle of its elements
+            raise UsageError("places where no tensor can begin", expected="align, a power of two", found=align)
         with self._fence.operation("Exporter.buckets") as operation, closing(self.source) as source:
             self._prepare(operation, "everyone", gather_all=True, options=f" max_bytes={max_bytes} align={align}")
             outputs = self.plan.in_order_of_delivery(self.bucket_bytes).outputs

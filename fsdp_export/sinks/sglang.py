@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.distributed import TCPStore
 
 from ..errors import SinkError, UsageError
 from ..transfer.buckets import Bucket, BucketLayout
@@ -80,14 +79,13 @@ class SGLang(BroadcastSink):
         self._control = Control(urls, timeout, headers, selector)
         self._servers = self._control.servers
         self._group: SenderGroup | None = None
-        self._store: TCPStore | None = None
         self._workers: list[Workers] = []
         self._is_paused = self._is_mixed = self._in_session = False
 
     def _begin(self, layouts: Sequence[BucketLayout], cards: Sequence[str]) -> str:
         workers = self._control.workers()
         if self._group is None or workers != self._workers:
-            self._tell_to_leave()
+            self.disconnect()
             self._workers = workers
             self._meet()
         if self.pause is not None:
@@ -137,10 +135,6 @@ class SGLang(BroadcastSink):
 
     def disconnect(self) -> None:
         """Leave the process group; the next update makes one anew. To be called on the first rank before it ends."""
-        self._tell_to_leave()
-        self._store = None
-
-    def _tell_to_leave(self) -> None:
         name = self._leave_group()
         if name:
             self._control.leave(name, is_session=False, pause=None, resume=False)
@@ -158,10 +152,7 @@ class SGLang(BroadcastSink):
         num_ranks = 1 + sum(number for number, _ in self._workers)
         # Servers may still have one of an earlier name.
         name = f"{self.group_name}-{uuid.uuid4().hex[:12]}"
-        self._group = SenderGroup(
-            num_ranks, backend=self.backend, name=name, timeout=self.timeout, port=self.port, store=self._store
-        )
-        self._store = self._group.store
+        self._group = SenderGroup(num_ranks, backend=self.backend, name=name, timeout=self.timeout, port=self.port)
         pending = self._control.join(self._group, self._workers, self.address)
         try:
             self._group.join(pending.check)
