@@ -46,9 +46,8 @@ class Server:
         try:
             import requests
         except ImportError as error:
-            raise UsageError(
-                "to talk to an engine needs requests", fix="Run: pip install fsdp-export[engines]"
-            ) from error
+            fix = "Run: pip install 'fsdp-export[engines]'"
+            raise UsageError("requests, which talks to engines, is not installed", fix=fix) from error
         if not url.startswith(("http://", "https://")):
             raise UsageError("no URL of a server", expected="http://host:port", found=url)
         self.url = url.rstrip("/")
@@ -99,8 +98,10 @@ class Server:
         except self._errors.Timeout as error:
             raise SinkError(f"no answer to {what} within {seconds:g} s", fix="Look at the log of the engine") from error
         except self._errors.RequestException as error:
-            reason = str(error) or type(error).__name__
-            raise SinkError(f"{what} failed: {reason}", fix="Is the engine running there?") from error
+            # requests wraps what urllib3 says of its retries, which wraps what happened.
+            cause = getattr(error.args[0], "reason", None) if error.args else None
+            reason = str(cause or error) or type(error).__name__
+            raise SinkError(f"{what} failed: {reason}", fix="Look whether the engine is running there") from error
         if not answer.ok:
             text = answer.text[:_MAX_BODY_CHARACTERS]
             raise RefusedError(what, status=answer.status_code, found=f"HTTP {answer.status_code}: {text}")
