@@ -31,6 +31,7 @@ from .sources.live import LiveSource, find_ranks
 from .sources.rank_files import RankFilesSource
 from .sources.stored import StoredSource
 from .spec import TensorSpec
+from .table import counted, human_bytes
 from .ties import are_equal
 from .walk import Delivered
 
@@ -60,6 +61,13 @@ class LoadReport:
     seconds: float
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        misfits = {"missing": self.missing, "unexpected": self.unexpected}
+        lines = [f"found {self.source}: {self.description}"]
+        lines += [f"{kind}: {listing(names)}" for kind, names in misfits.items() if names]
+        read = f"of which this rank read {human_bytes(self.num_bytes)}, after {self.seconds:.1f} s"
+        return "\n".join([*lines, f"loaded {counted(self.num_tensors, 'tensor')}, {read}"])
 
 
 @dataclass(frozen=True)

@@ -121,6 +121,9 @@ class Comparison:
         """Whether both have the same names, and the same shape, dtype and bytes for each."""
         return not self.num_differing
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
         """Return a line per difference, or one that says that there is none."""
         if self.is_equal:

@@ -56,9 +56,8 @@ class Server:
         try:
             import requests
         except ImportError as error:
-            raise UsageError(
-                "to talk to an engine needs requests", fix="Run: pip install fsdp-export[engines]"
-            ) from error
+            fix = "Run: pip install 'fsdp-export[engines]'"
+            raise UsageError("requests, which talks to engines, is not installed", fix=fix) from error
         self.place = _place(url)
         self.url = url.rstrip("/")
         self._timeout = timeout
@@ -114,8 +113,10 @@ class Server:
             except (self._errors.Timeout, TimeoutError) as error:
                 raise too_late from error
             except (self._errors.RequestException, UnicodeError) as error:
-                reason = str(error) or type(error).__name__
-                raise SinkError(f"{what} failed: {reason}", fix="Is the engine running there?") from error
+                # requests wraps what urllib3 says of its retries, which wraps what happened.
+                cause = getattr(error.args[0], "reason", None) if error.args else None
+                reason = str(cause or error) or type(error).__name__
+                raise SinkError(f"{what} failed: {reason}", fix="Look whether the engine is running there") from error
 
         # A socket's time-out begins anew with every byte.
         pending = Pending([self], request)
