@@ -63,6 +63,11 @@ _MODULES = {
 }
 
 
+def __dir__() -> list[str]:
+    """List what is promised, loaded or not: `help()` and a prompt that completes names show it."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> object:
     """Import what the package promises at the moment it is asked for."""
     if name not in _MODULES:

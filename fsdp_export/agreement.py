@@ -5,19 +5,26 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
+from operator import add
+from pathlib import Path
 
 import torch
 
 from .errors import DisagreementError, listing
 from .fence import Operation
 from .memory import bytes_of
+from .paths import is_file
 from .plan import Plan
 from .sources.base import Source
+from .sources.stored import StoredSource
+from .spec import Box
 
-__all__ = ["agree_on_plan", "check_copies", "fingerprint"]
+__all__ = ["agree_on_files", "agree_on_plan", "check_copies", "fingerprint"]
 
 _log = logging.getLogger("fsdp_export")
 _CHUNK_BYTES = 64 << 20
+# Tensors, and elements of each: enough to tell one step of a training from the next.
+_SAMPLED = 64
 # 2**64 over the golden ratio, as a signed number.
 _MIXER = 0x9E3779B97F4A7C15 - 2**64
 
@@ -47,6 +54,52 @@ def agree_on_plan(plan: Plan, options: str, operation: Operation) -> None:
     firsts = operation.agree(lines[first] if first < len(lines) else "nothing")
     what = f"the ranks would export different tensors, first at position {first}"
     raise _difference(plan, what, firsts, "Build the same model, in the same order, on every rank")
+
+
+def agree_on_files(source: StoredSource, path: Path, ranks: Sequence[int], operation: Operation) -> None:
+    """Refuse to read a checkpoint of which ranks have others: a few of its values tell, where they are in other places.
+
+    Hosts may have a copy each. But one rank may also have passed over the newest step, which it alone cannot read.
+    Collective.
+
+    Args:
+        source: The checkpoint.
+        path: What led to it.
+        ranks: The global ranks.
+        operation: The fence's operation.
+
+    Raises:
+        DisagreementError: They have others.
+        SourceError: It cannot be read.
+    """
+    place = path if is_file(path) or source.folder is None else source.folder
+    places = operation.agree(str(place.resolve()))
+    if len(set(places)) == 1:
+        return
+    samples = operation.agree(_sample(source))
+    for rank, other, sample in zip(ranks, places, samples, strict=True):
+        if sample != samples[0]:
+            raise DisagreementError(
+                "the ranks would read checkpoints with different values",
+                expected=f"as on rank {ranks[0]}: {places[0]}",
+                found=f"on rank {rank}: {other}",
+                fix="Give every rank a path that leads to the same checkpoint, and see that each can read it",
+            )
+
+
+def _sample(source: StoredSource) -> str:
+    """Return a digest of a few values from the middle of some tensors."""
+    specs, values = [spec for spec in source.specs if spec.num_bytes], hashlib.sha256()
+    for spec in specs[:: len(specs) // _SAMPLED + 1]:
+        *outer, inner = spec.shape or (1,)
+        count = min(inner, _SAMPLED)
+        start = (*(size // 2 for size in outer), (inner - count) // 2)[: len(spec.shape)]
+        shape = (*(1 for _ in outer), count)[: len(spec.shape)]
+        box, part = Box(start, tuple(map(add, start, shape))), torch.empty(shape, dtype=spec.dtype)
+        source.check(spec, box)
+        source.read(spec, box, part)
+        values.update(repr(spec.name).encode() + bytes(bytes_of(part).tolist()))
+    return values.hexdigest()
 
 
 def check_copies(plan: Plan, source: Source, operation: Operation) -> None:

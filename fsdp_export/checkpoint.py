@@ -140,9 +140,10 @@ class OpenedCheckpoint:
         started, plan = time.perf_counter(), other.exporter.plan
         names = {output.name for each in (self, other) for output in each.exporter.plan.outputs}
         ties = [tie for tie in dict.fromkeys([*_ties(self), *_ties(other)]) if not names.isdisjoint(tie)]
-        sink = CompareSink(other.source.folder or Path(), lambda: PlannedRows(plan, other.source), ties)
+        one, two = _places(self.source, other.source)
+        sink = CompareSink(two, lambda: PlannedRows(plan, other.source), ties)
         cards = self._send_to(sink, delivered)
-        return sink.comparison(cards, time.perf_counter() - started, self.source.folder)
+        return sink.comparison(cards, time.perf_counter() - started, one)
 
     @property
     def fitted_sidecars(self) -> Sidecars:
@@ -182,6 +183,14 @@ def _written(folder: Path, *, is_lora: bool) -> HfFolderSource:
     """Open the files of an export, whatever else lies in the folder."""
     names = (ADAPTER_FILE,) if is_lora else ("model.safetensors.index.json", "model.safetensors")
     return HfFolderSource(next((folder / name for name in names if is_file(folder / name)), folder))
+
+
+def _places(*sources: StoredSource) -> list[Path]:
+    """Return the folders of checkpoints; where these are the same, the files that they are."""
+    folders = [source.folder or Path() for source in sources]
+    files = [list(source.data_files) for source in sources]
+    is_told = len(set(folders)) == len(folders) or any(len(names) != 1 for names in files)
+    return folders if is_told else [names[0] for names in files]
 
 
 def _ties(checkpoint: OpenedCheckpoint) -> Iterator[Tie]:

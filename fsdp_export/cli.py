@@ -34,14 +34,15 @@ _DTYPES = ("auto", "keep", "bfloat16", "float16", "float32", "bf16", "fp16", "fp
 _EPILOG = """\b
 Examples:
   fsdp-export run/step-500 --out ckpt/ --base-model Qwen/Qwen2.5-7B
-  fsdp-export --out ckpt/                    the newest checkpoint below this folder
+  fsdp-export --out ckpt/                    the newest one below this folder
   fsdp-export run/step-500 --dry-run         what is in it
   fsdp-export --compare run/step-500 ckpt/   names, shapes, dtypes, values
   torchrun --nproc-per-node 8 -m fsdp_export run/step-500 --out ckpt/
-  fsdp-export --demo --out ckpt/             trains a tiny model and exports it
+  fsdp-export --demo --out ckpt/             train a tiny model, export it
 
 \b
-Exit codes: 0 done, 1 failed, 2 usage or nothing found, 3 a comparison differs, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 usage or nothing found,
+3 a comparison differs, 130 interrupted.
 """
 
 
@@ -96,11 +97,16 @@ class _Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cl
     help="keep, bfloat16, float16, float32, or auto: the config's dtype for tensors that are wider.",
 )
 @click.option(
-    "--keep-dtype", multiple=True, metavar="PATTERN", help="Do not cast these: whole segments of a name, or a glob."
+    "--keep-dtype",
+    multiple=True,
+    metavar="PATTERN",
+    help="Do not cast these: whole segments of a name, or a glob. Repeatable.",
 )
 @click.option("--max-shard-size", type=_Size(), metavar="SIZE", help="Bytes per file, decimal.  [default: 5GB]")
-@click.option("--include", multiple=True, metavar="PATTERN", help="Export only these: whole segments, or a glob.")
-@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these out.")
+@click.option(
+    "--include", multiple=True, metavar="PATTERN", help="Export only these: whole segments, or a glob. Repeatable."
+)
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these out. Repeatable.")
 @click.option(
     "--adapter", metavar="MODULE:NAME", help="Converts names and tensors to Hugging Face's: torchtitan's, say."
 )

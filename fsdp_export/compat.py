@@ -27,6 +27,7 @@ __all__ = [
     "default_store",
     "disown_shared_memory",
     "has_multi_get",
+    "layout_of",
     "local_of",
     "new_backend",
     "offloaded_parameters",
@@ -109,6 +110,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     local = getattr(tensor, "_local_tensor", None)
     return local if isinstance(local, torch.Tensor) else tensor.to_local()
+
+
+def layout_of(tensor: torch.Tensor) -> object:
+    """Return what says how a DTensor lies on its mesh, the same object as long as it is the same; None for others."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return getattr(tensor, "_spec", None) or (tensor.device_mesh, tensor.placements)
 
 
 def before_threads_end(call: Callable[[], None]) -> None:

@@ -34,6 +34,7 @@ __all__ = [
     "UnsafeInputError",
     "UsageError",
     "listing",
+    "printable",
     "truncated_file",
     "unreadable_file",
 ]
@@ -124,9 +125,14 @@ class ComparisonError(ExportError):
 
 def listing(items: Iterable[object], limit: int = 5) -> str:
     """Join items for a message: sorted, at most `limit` of them, then how many more there are."""
-    texts = sorted(str(item) for item in items)
+    texts = sorted(printable(str(item)) for item in items)
     shown = ", ".join(texts[:limit])
     return shown if len(texts) <= limit else f"{shown} and {len(texts) - limit} more"
+
+
+def printable(text: str) -> str:
+    """Return a text that may come from a file, spelled out where a terminal would not show it as it is."""
+    return text if text and text.isprintable() else ascii(text)
 
 
 def truncated_file(file: str | PathLike[str], num_bytes: int, found: int) -> SourceError:

@@ -20,7 +20,7 @@ from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
 from .lockstep import gathered_pieces
-from .pending import PendingSave, finish_latest, start, wait_for_latest, write_staged
+from .pending import PendingSave, finish_latest, one_at_a_time, start, wait_for_latest, write_staged
 from .plan import Plan
 from .planning import Planning
 from .sidecars.lora import live_lora_sidecars
@@ -179,15 +179,17 @@ class Exporter:
 
         Args:
             max_bytes: Bytes of a bucket; a module with more than that has a larger one of its own.
-            align: Tensors begin at multiples of this many bytes. With 1 nothing lies between them, and the wider
-                dtypes come first.
+            align: Tensors begin at multiples of this many bytes, a power of two. With 1 nothing lies between them, and
+                the wider dtypes come first.
 
         Raises:
             ExportError: As `send`.
-            UsageError: A number is not positive.
+            UsageError: A number is not positive, or `align` no power of two.
         """
         if min(max_bytes, align) <= 0:
             raise UsageError("buckets of no size", expected="positive numbers of bytes", found=min(max_bytes, align))
+        if align & (align - 1):  # a tensor would begin in the middle of its elements
+            raise UsageError("places where no tensor can begin", expected="align, a power of two", found=align)
         with self._fence.operation("Exporter.buckets") as operation, closing(self.source) as source:
             self._prepare(operation, "everyone", gather_all=True, options=f" max_bytes={max_bytes} align={align}")
             outputs = self.plan.in_order_of_delivery(self.bucket_bytes).outputs
@@ -305,14 +307,16 @@ class Exporter:
             published=published,
         )
         started = time.perf_counter()
-        if blocking:
-            self._send(sink, "Exporter.send", gather_all=gather_all, delivered=delivered, is_save=True)
-            return sink.report(self.plan, time.perf_counter() - started)
-        # Made here, since the process group may be gone by the time that it is used.
-        fence, staged = self._background(), StagedSink(sink, staging)
-        what = "Exporter.save(blocking=False)"
-        self._send(staged, what, gather_all=gather_all, delivered=lambda _: None, is_save=True)
-        return start(sink, partial(write_staged, staged, sink, self.plan, fence, delivered=delivered, started=started))
+        with one_at_a_time():
+            if blocking:
+                self._send(sink, "Exporter.send", gather_all=gather_all, delivered=delivered, is_save=True)
+                return sink.report(self.plan, time.perf_counter() - started)
+            # Made here, since the process group may be gone by the time that it is used.
+            fence, staged = self._background(), StagedSink(sink, staging)
+            what = "Exporter.save(blocking=False)"
+            self._send(staged, what, gather_all=gather_all, delivered=lambda _: None, is_save=True)
+            write = partial(write_staged, staged, sink, self.plan, fence, delivered=delivered, started=started)
+            return start(sink, write)
 
     def prepare(self, *, staging: Staging = "auto") -> None:
         """Begin to get the host memory ready that `save(blocking=False)` will take, on a thread. Local.

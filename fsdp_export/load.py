@@ -6,16 +6,19 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from .agreement import agree_on_files
 from .errors import DisagreementError, ExportError, SourceError, UsageError, listing
 from .fence import Fence, Operation
 from .loading.matching import Match, match
 from .loading.materializing import initial_values, materialize, tensors_on_meta
+from .loading.memory import check_memory
 from .loading.reading import Reading
 from .loading.target import Target, target_of
 from .memory import without_collection
@@ -28,6 +31,7 @@ from .sources.live import LiveSource, find_ranks
 from .sources.rank_files import RankFilesSource
 from .sources.stored import StoredSource
 from .spec import TensorSpec
+from .table import counted, human_bytes
 from .ties import are_equal
 from .walk import Delivered
 
@@ -58,11 +62,19 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        misfits = {"missing": self.missing, "unexpected": self.unexpected}
+        lines = [f"found {self.source}: {self.description}"]
+        lines += [f"{kind}: {listing(names)}" for kind, names in misfits.items() if names]
+        read = f"of which this rank read {human_bytes(self.num_bytes)}, after {self.seconds:.1f} s"
+        return "\n".join([*lines, f"loaded {counted(self.num_tensors, 'tensor')}, {read}"])
+
 
 @dataclass(frozen=True)
 class _Plan:
     """What one rank will do."""
 
+    path: Path
     source: StoredSource
     target: Target
     match: Match
@@ -96,22 +108,24 @@ def load(
         delivered(more)
 
     ranks, rank = find_ranks(model)
-    with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation:
-        wait_for_latest()
-        plan = _planned(model, path, rank, cast=cast, adapter=adapter, prefix=prefix)
-        error = plan.match.error(plan.source.folder, strict=strict)
-        if error is not None:
-            raise error
-        _check(plan, ranks, operation)
-        values = initial_values(model, _uncovered(model, plan.match, plan.target))
-        _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
-        try:
-            materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
-            _fill(model, plan, operation, count)
-        except ExportError as failure:
-            raise type(failure)(f"the model is loaded in part and must not be used: {failure}") from failure
-        finally:
-            plan.source.close()
+    has_begun = False
+    try:
+        with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation:
+            wait_for_latest()
+            plan = _planned(model, path, rank, cast=cast, adapter=adapter, prefix=prefix)
+            _check(model, plan, ranks, operation, strict=strict)
+            values = initial_values(model, _uncovered(model, plan.match, plan.target))
+            _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
+            has_begun = True
+            try:
+                materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
+                _fill(model, plan, operation, count)
+            finally:
+                plan.source.close()
+    except Exception as failure:
+        if has_begun:
+            raise _in_part(failure) from failure
+        raise
     return LoadReport(
         plan.source.folder or path,
         plan.source.description,
@@ -123,6 +137,14 @@ def load(
     )
 
 
+def _in_part(failure: Exception) -> ExportError:
+    """Return what to raise for an error after which some values are new and others are not."""
+    what = "the model is loaded in part and must not be used"
+    if isinstance(failure, ExportError):
+        return type(failure)(f"{what}: {failure}")
+    return SourceError(f"{what}: {type(failure).__name__}: {failure}")
+
+
 @without_collection()
 def _planned(model: nn.Module, path: Path, rank: int, *, cast: bool, adapter: Any, prefix: str | None) -> _Plan:
     """Open the checkpoint and find out what goes where. Local, and nothing but headers is read."""
@@ -130,14 +152,18 @@ def _planned(model: nn.Module, path: Path, rank: int, *, cast: bool, adapter: An
     source = open_source(path / _ADAPTER_FILE if is_adapter else path, prefix=prefix)
     target = target_of(model, [spec.name for spec in source.specs], adapter)
     is_sharded = isinstance(source, (DcpSource, RankFilesSource))
-    return _Plan(source, target, match(target, source.specs, is_sharded=is_sharded, casts=cast), rank)
+    return _Plan(path, source, target, match(target, source.specs, is_sharded=is_sharded, casts=cast), rank)
 
 
-def _check(plan: _Plan, ranks: Sequence[int], operation: Operation) -> None:
-    """Look at the files that this rank reads, and at a part of what must be equal."""
+def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Operation, *, strict: bool) -> None:
+    """Look at names, the files that this rank reads, the memory for them, and at a part of what must be equal."""
+    error = plan.match.error(plan.source.folder, strict=strict)
+    if error is not None:
+        raise error
     plan.reading.check()
+    shared = check_memory(model, partial(_locals, model, plan, may_be_meta=True))
     part, parts = ranks.index(plan.rank), len(ranks)
-    for one, other in plan.match.twice:
+    for one, other in (*plan.match.twice, *plan.match.sources(shared)):
         rows = (one.num_rows * part // parts, one.num_rows * (part + 1) // parts)
         if not are_equal(plan.source, one, other, rows, operation):
             raise SourceError(
@@ -159,7 +185,9 @@ def _uncovered(model: nn.Module, found: Match, target: Target) -> list[str]:
     own = {spec.name: name for name, spec in target.specs.items()}
     own |= {alias: alias for alias in target.aliases}
     loaded |= {alias for alias, kept in target.aliases.items() if target.specs[kept].name in loaded}
-    on_meta = [raw for raw in tensors_on_meta(model) if strip_wrappers(raw) not in loaded]
+    on_meta = [
+        raw for raw, tensor in tensors_on_meta(model).items() if tensor.numel() and strip_wrappers(raw) not in loaded
+    ]
     lacking = [
         own[name] for raw in on_meta if (name := strip_wrappers(raw)) in own and own[name] not in target.optional
     ]
@@ -180,8 +208,7 @@ def _agree(plan: _Plan, ranks: Sequence[int], operation: Operation, options: str
     """
     module = sorted((name, spec.shape, str(spec.dtype)) for name, spec in plan.target.specs.items())
     stored = [(spec.name, spec.shape, str(spec.dtype)) for spec in plan.source.specs]
-    folder = plan.source.folder.name if plan.source.folder is not None else ""
-    cards = operation.agree(f"{folder}, {plan.source.description}, {options} {_digest(stored)} {_digest(module)}")
+    cards = operation.agree(f"{plan.source.description}, {options} {_digest(stored)} {_digest(module)}")
     for rank, card in zip(ranks, cards, strict=True):
         if card != cards[0]:
             raise DisagreementError(
@@ -190,6 +217,7 @@ def _agree(plan: _Plan, ranks: Sequence[int], operation: Operation, options: str
                 found=f"on rank {rank}: {card}",
                 fix="Give every rank the same path, which leads to the same files, and the same model",
             )
+    agree_on_files(plan.source, plan.path, ranks, operation)
 
 
 def _digest(value: object) -> str:
@@ -199,14 +227,19 @@ def _digest(value: object) -> str:
 @torch.no_grad()
 def _fill(model: nn.Module, plan: _Plan, operation: Operation, delivered: Delivered) -> None:
     """Change the values of the module. Collective."""
-    live = LiveSource(model)
-    live.refresh()
-    wanted = {fill.spec.name for fill in plan.match.fills}
-    locals_ = {spec.name: live.rows(spec, *_rows(spec, plan.rank)) for spec in live.specs if spec.name in wanted}
+    locals_ = _locals(model, plan)
     plan.reading.read(locals_, operation, delivered)
     for local in locals_.values():
         torch.autograd.graph.increment_version(local)
     operation.agree()
+
+
+def _locals(model: nn.Module, plan: _Plan, *, may_be_meta: bool = False) -> dict[str, torch.Tensor]:
+    """Return this rank's blocks of what is loaded, in the module's memory."""
+    live = LiveSource(model, may_be_meta=may_be_meta)
+    live.refresh()
+    wanted = {fill.spec.name for fill in plan.match.fills}
+    return {spec.name: live.rows(spec, *_rows(spec, plan.rank)) for spec in live.specs if spec.name in wanted}
 
 
 def _rows(spec: TensorSpec, rank: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .agreement import agree_on_files
 from .checkpoint import OpenedCheckpoint
 from .config_json import named_dtype
 from .conversion.adapter import adapter_name, conversion_of, load_adapter
@@ -82,6 +83,7 @@ def open_checkpoint(
     base = os.fspath(base_model) if base_model is not None else None
     with Fence(ranks, rank).operation("open_checkpoint") as operation:
         opened = open_source(Path(source), prefix=prefix, ranks=ranks, rank=rank, device=_usable(device))
+        agree_on_files(opened, Path(source), ranks, operation)
         found = find_lora(opened, lora, is_converted=adapter is not None)
         is_lora, notes = found.is_adapter, found.notes
         if rank != ranks[0]:

@@ -6,20 +6,21 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from .compat import before_threads_end
-from .errors import ExportError, SinkError
+from .errors import ExportError, SinkError, UsageError
 from .fence import Fence
 from .plan import Plan
 from .sinks.huggingface import HuggingFaceSink, Report
 from .sinks.staged import StagedSink
 from .walk import Delivered, finish
 
-__all__ = ["PendingSave", "finish_latest", "start", "wait_for_latest", "write_staged"]
+__all__ = ["PendingSave", "finish_latest", "one_at_a_time", "start", "wait_for_latest", "write_staged"]
 
 # After every write the thread waits for the interpreter, for as long as the training loop has it, and then has it in
 # turn: the fewer the better. Where memory is scarce, long writes are slow; see sinks/files.py.
@@ -45,7 +46,8 @@ class PendingSave:
         self._is_told = False
         self._is_done = threading.Event()
         # No daemon: those are stopped wherever they are when the program ends.
-        threading.Thread(target=self._run, args=(write,), name="fsdp-export-save", daemon=False).start()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="fsdp-export-save", daemon=False)
+        self._thread.start()
 
     def done(self) -> bool:
         """Tell whether it has ended, well or not. Not collective."""
@@ -77,6 +79,10 @@ class PendingSave:
         """Wait until it has ended, well or not."""
         self._is_done.wait()
 
+    def is_this_thread(self) -> bool:
+        """Tell whether whoever asks is the thread that writes."""
+        return self._thread is threading.current_thread()
+
     def untold_error(self) -> ExportError | None:
         """Wait until it has ended, and return its error if nobody was told. Whoever asks will tell."""
         self.join()
@@ -100,6 +106,21 @@ class PendingSave:
 
 
 _latest: PendingSave | None = None
+# Held by the thread that takes the values of a save. Who is called by a save may ask for another one and gets an error.
+_taking = threading.RLock()
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Wait until no other thread takes the values of a save, and be the one that does.
+
+    Raises:
+        UsageError: The thread is that of a save in the background, which would wait for itself.
+    """
+    if _latest is not None and _latest.is_this_thread():
+        raise UsageError("a save was called within another save", fix="Start it when that one is done")
+    with _taking:
+        yield
 
 
 def start(sink: HuggingFaceSink, write: Callable[[], Report]) -> PendingSave:
@@ -166,8 +187,8 @@ def _finish_at_the_end() -> None:
 
 def _forget() -> None:
     """Leave the save to the process that was forked from: no thread of it is here."""
-    global _latest  # noqa: PLW0603
-    _latest = None
+    global _latest, _taking
+    _latest, _taking = None, threading.RLock()
 
 
 # Registered after the pools of threads, which `walk` imports: so it comes before them.

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import ComparisonError
+from .errors import ComparisonError, printable
 from .table import counted, human_bytes
 
 __all__ = ["Comparison", "Difference", "Verification"]
@@ -121,6 +121,9 @@ class Comparison:
         """Whether both have the same names, and the same shape, dtype and bytes for each."""
         return not self.num_differing
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
         """Return a line per difference, or one that says that there is none."""
         if self.is_equal:
@@ -171,7 +174,7 @@ class Comparison:
         return [f"and {more:,} more"] if more else []
 
     def _names(self) -> str:
-        names = self._differing()[:_MAX_NAMES]
+        names = [printable(name) for name in self._differing()[:_MAX_NAMES]]
         more = self.num_differing - len(names)
         return f"{self.num_differing:,} that differ: {', '.join(names)}" + (f" and {more:,} more" if more else "")
 

@@ -1,6 +1,7 @@
 """A source and a sink put together: what lands in the folder, and who wrote it."""
 
 import json
+import pydoc
 import shutil
 from itertools import product
 
@@ -14,6 +15,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+import fsdp_export
 from fsdp_export import export_checkpoint, save_checkpoint
 from fsdp_export.errors import DisagreementError, NotFoundError, SourceError, UsageError
 from fsdp_export.opening import open_checkpoint
@@ -361,3 +363,9 @@ def test_what_is_read_may_lie_beside_what_is_written(tmp_path):
     for _ in range(2):
         export_checkpoint(tmp_path, tmp_path)
         assert load_file(tmp_path / "model.safetensors")["w"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_help_shows_what_is_loaded_at_first_use():
+    shown = pydoc.plain(pydoc.render_doc(fsdp_export))
+    for name in set(fsdp_export.__all__) - {"__version__"}:
+        assert f"class {name}(" in shown or f"\n    {name}(" in shown, name

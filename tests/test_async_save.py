@@ -15,6 +15,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -419,3 +420,47 @@ def test_the_handle_tells_what_was_written_as_a_blocking_save_does(tmp_path, cap
     assert sum(delivered) == report.num_bytes == exporter.plan.num_bytes
     assert tree(tmp_path / "later") == tree(tmp_path / "now")
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("layout", ["1d", "dim1"])
+def test_memory_of_a_save_in_inference_mode_serves_the_next_one(layout, tmp_path):
+    def check() -> None:
+        exporter = Exporter(shard(tiny(), layout, 2), bucket_bytes=200)
+        with torch.inference_mode():
+            save_later(exporter, tmp_path / "first").wait()
+            dict(exporter.tensors())
+        save_later(exporter, tmp_path / "second").wait()
+
+    run_ranks(check, 2)
+    for name in ("first", "second"):
+        assert_saved(tmp_path / name, expected_export(tiny()))
+
+
+def test_saves_of_several_threads_do_not_share_memory(tmp_path):
+    models = {number: nn.Linear(64, 64, bias=False) for number in range(3)}
+    both = threading.Barrier(len(models))
+
+    def save(number: int, model: nn.Linear) -> None:
+        exporter = Exporter(model)
+        for step in range(8):
+            with torch.no_grad():
+                model.weight.fill_(10 * step + number)
+            both.wait(60)
+            save_later(exporter, tmp_path / f"{number}-{step}")
+
+    with ThreadPoolExecutor(len(models)) as threads:
+        for future in [threads.submit(save, *item) for item in models.items()]:
+            future.result(60)
+    pending.wait_for_latest()
+    for number in models:
+        for step in range(8):
+            assert (saved_in(tmp_path / f"{number}-{step}")["weight"] == 10 * step + number).all()
+
+
+def test_a_save_that_is_called_by_one_in_the_background_is_an_error(tmp_path):
+    model = layered()
+    handle = save_later(model, tmp_path / "out", published=lambda _: save_later(model, tmp_path / "other"))
+    with pytest.raises(UsageError, match="a save was called within another save"):
+        handle.wait(60)
+    check_complete(tmp_path / "out")
+    save_later(model, tmp_path / "other").wait()

@@ -493,8 +493,8 @@ def test_a_resized_vocabulary_is_told_before_anything_is_written(run, base, tmp_
 def test_a_run_without_a_config_becomes_one_file(run, model):
     result = call(run, "--out", "out")
     assert result.stdout.splitlines()[1] == (
-        f"not written: config.json: not in {run / 'step-500'}; give --base-model for a Hugging Face folder in place of "
-        "one safetensors file"
+        f"not written: config.json: not in {run / 'step-500'} or above it; give --base-model for a Hugging Face folder "
+        "in place of one safetensors file"
     )
     assert result.stdout.count("--base-model") == 1
     assert_holds(Path("out"), dict(model.state_dict()))

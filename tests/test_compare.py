@@ -188,7 +188,7 @@ def test_only_the_first_differences_are_told_and_all_are_counted():
     one_file("b", {name: tensor + index for index, (name, tensor) in enumerate(expected.items())})
     comparison = compare_checkpoints("a", "b")
     assert (comparison.num_differing, len(comparison.differences), comparison.largest) == (49, 20, 49)
-    assert comparison.lines()[-1] == "and 29 more"
+    assert comparison.lines()[-1] == str(comparison).splitlines()[-1] == "and 29 more"
     assert "found 49 that differ: t001, t002, t003, t004, t005 and 44 more; values at most 49 apart" in str(
         comparison.error()
     )
@@ -573,3 +573,13 @@ def test_what_the_library_offers(tied):
     assert pickle.loads(pickle.dumps(comparison)) == comparison
     with pytest.raises(UsageError, match="no such choice for LoRA"):
         compare_checkpoints(tied / "run", tied / "hub", lora="none")
+
+
+def test_files_of_one_folder_are_told_by_their_names():
+    for name, bias in (("one", 0.0), ("two", 1.0)):
+        save_file({"bias\n": torch.tensor([bias])}, f"{name}.safetensors")
+    message = refusal("--compare", "one.safetensors", "two.safetensors", code=3)
+    assert message.startswith("two checkpoints differ: two.safetensors is not one.safetensors: ")
+    assert r"1 that differ: 'bias\n'" in message
+    comparison = compare_checkpoints("one.safetensors", "two.safetensors", exclude=[])
+    assert (comparison.source, comparison.path) == (Path("one.safetensors"), Path("two.safetensors"))

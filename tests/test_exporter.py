@@ -265,3 +265,9 @@ def test_the_report_tells_what_was_written(tmp_path):
     assert report.num_tensors == len(expected_export(tiny()))
     assert report.files == {"model.safetensors": (tmp_path / "out" / "model.safetensors").stat().st_size}
     assert "embed.weight" in str(exporter.plan)
+
+
+@pytest.mark.parametrize("options", [{"max_bytes": 0}, {"align": 0}, {"align": -8}, {"align": 3}, {"align": 24}])
+def test_buckets_in_which_no_tensor_could_be_seen_are_refused(options):
+    with pytest.raises(UsageError, match=r"buckets of no size|places where no tensor can begin"):
+        next(Exporter(tiny()).buckets(**options))

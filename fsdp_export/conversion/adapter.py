@@ -22,6 +22,7 @@ __all__ = ["adapter_name", "conversion_of", "load_adapter", "reversal_of"]
 _METHODS = ("to_hf", "convert_single_tensor_to_hf")
 _AN_ADAPTER = "an object with to_hf(state_dict) or convert_single_tensor_to_hf(name, tensor)"
 _HOW = "Give package.module:Class, or package.module:function of one that makes it"
+_WHERE = "Install it where fsdp-export is, or stand in the folder that has it"
 
 
 def conversion_of(adapter: Any) -> ConvertDict:
@@ -168,4 +169,5 @@ def _failing(reference: str) -> Iterator[None]:
         raise
     except Exception as error:
         found = f"{type(error).__name__}: {error}"
-        raise UsageError(f"the adapter {reference} cannot be made", found=found, fix=_HOW) from error
+        fix = _WHERE if isinstance(error, ModuleNotFoundError) else _HOW
+        raise UsageError(f"the adapter {reference} cannot be made", found=found, fix=fix) from error

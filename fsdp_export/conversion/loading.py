@@ -6,6 +6,7 @@ The way back of `transformers.py`: what it says of twins, and of versions 4 and 
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ import torch
 from torch import nn
 
 __all__ = ["Loaded", "Loader", "loader_of"]
+
+
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ def _loader(twin: Any) -> Loader:
         converters = [change for change in changes if isinstance(change, core.WeightConverter)]
         by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         loaded, groups = Loaded(), dict[str, Any]()
+        members: dict[str, list[str]] = defaultdict(list)
         for name in sorted(tensors, key=core.dot_natural_key):
             target, pattern = core.rename_source_key(name, renamings, converters, prefix, own)
             if target not in own and name in own:
@@ -100,8 +105,11 @@ def _loader(twin: Any) -> Loader:
                 if target not in groups:
                     groups[target] = deepcopy(by_pattern[pattern])
                 groups[target].add_tensor(target, name, pattern, tensors[name])
+                members[target].append(name)
         for target, group in groups.items():
             _convert(group, target, twin, loaded)
+            if target in loaded.failed:
+                loaded.failed[target] += _odd_one({name: tensors[name] for name in members[target]})
         return loaded
 
     return load
@@ -117,6 +125,18 @@ def _convert(group: Any, target: str, twin: Any, loaded: Loaded) -> None:
         return
     for name, tensor in made.items():
         loaded.put(name, tensor[0] if isinstance(tensor, list) else tensor)
+
+
+def _odd_one(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Name the first tensor of another shape than most have whose names differ in a number alone."""
+    shapes: dict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    for name, tensor in tensors.items():
+        shapes[_NUMBER.sub("#", name)][tuple(tensor.shape)] += 1
+    for name, tensor in tensors.items():
+        ((usual, _),) = shapes[_NUMBER.sub("#", name)].most_common(1)
+        if tuple(tensor.shape) != usual:
+            return f"; {name}: expected {list(usual)}, found {list(tensor.shape)}"
+    return ""
 
 
 def _renamed(tensors: Mapping[str, torch.Tensor], rename: Callable[[str], str | None]) -> Loaded:

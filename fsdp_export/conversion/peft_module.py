@@ -72,6 +72,12 @@ class PeftModule:
         root: Any = self._modules[""]
         return root.get_base_model() if _is_a(root, "PeftModel") else root  # type: ignore[no-any-return]
 
+    @property
+    def merged_layers(self) -> list[str]:
+        """The names of the layers whose weight has an adapter in it at the moment."""
+        layers = ((path, module) for path, module in self._modules.items() if _is_a(module, "BaseTunerLayer"))
+        return [path for path, layer in layers if getattr(layer, "merged_adapters", ())]
+
     def base_name(self, name: str) -> str | None:
         """Return what the merged model calls a tensor; None if it has none of it."""
         kept, path, segments = [], "", name.split(".")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from .target import Target
 __all__ = ["Fill", "Match", "match"]
 
 _SHOWN = 5
+_NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,11 @@ class Match:
             fix += ", or give strict=False to leave out what is missing and unexpected"
         return SourceError("a checkpoint that does not fit the model", file=folder, found=found, fix=fix)
 
+    def sources(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[TensorSpec, TensorSpec]]:
+        """Return what of the checkpoint fills pairs of tensors of the module, where that is not the same for both."""
+        made = {fill.spec.name: fill.made for fill in self.fills}
+        return _distinct((made[one], made[other]) for one, other in pairs)
+
 
 def match(target: Target, specs: Sequence[TensorSpec], *, is_sharded: bool, casts: bool) -> Match:
     """Find out what of a checkpoint fills which tensor of a module. Local, and no value is looked at.
@@ -92,13 +99,15 @@ def match(target: Target, specs: Sequence[TensorSpec], *, is_sharded: bool, cast
     result, filled, lacking = Match(), _filled(target, made), _lacking(target, {spec.name for spec in specs})
     for name, spec in target.specs.items():
         if (found := filled.get(name)) is not None:
-            problem = _misfit(spec, found.made, casts=casts)
+            problem = _misfit(spec, found.made, target, casts=casts) or _mix_up(
+                spec, found.made, target, lacking.get(name, ())
+            )
             if problem is None:
                 result.fills.append(replace(found, made=_shaped(found.made, spec.shape)))
             else:
                 result.misfits.append(problem)
         elif name in loaded.failed:
-            result.misfits.append(f"{name}: {loaded.failed[name]}")
+            result.misfits.append(f"{name}: {loaded.failed[name]}{_without(lacking.get(name, ()))}")
         elif name in target.optional:
             result.unfilled.append(name)
         else:
@@ -160,15 +169,31 @@ def _filled(target: Target, made: Mapping[str, Assembled]) -> dict[str, Fill]:
     }
 
 
-def _misfit(spec: TensorSpec, made: Assembled, *, casts: bool) -> str | None:
+def _misfit(spec: TensorSpec, made: Assembled, target: Target, *, casts: bool) -> str | None:
     """Say what keeps a tensor from being loaded; None if nothing does."""
     is_one_value = spec.num_bytes == spec.dtype.itemsize and _numel(made.info) == 1  # FSDP2 takes no 0-dim parameter
     if made.info.shape != spec.shape and not is_one_value:
         of = f", made of {len(made.inputs):,}" if len(made.inputs) > 1 else ""
         return f"{spec.name}: expected {list(spec.shape)}, found {list(made.info.shape)}{of}"
-    if made.info.dtype != spec.dtype and not (casts and are_cast(made.info.dtype, spec.dtype)):
-        return f"{spec.name}: expected {dtype_name(spec.dtype)}, found {dtype_name(made.info.dtype)}"
+    # torch casts what is joined to one dtype.
+    for found in (*made.inputs, made.info) if target.only_moves else (made.info,):
+        if found.dtype != spec.dtype and not (casts and are_cast(found.dtype, spec.dtype)):
+            of = f" in {found.name}" if len(made.inputs) > 1 and found is not made.info else ""
+            return f"{spec.name}: expected {dtype_name(spec.dtype)}, found {dtype_name(found.dtype)}{of}"
     return None
+
+
+def _mix_up(spec: TensorSpec, made: Assembled, target: Target, lacking: Sequence[str]) -> str | None:
+    """Say that a tensor is put together of others than it should be, such as experts of other numbers; else None."""
+    if len(made.inputs) == 1 or not lacking or target.hub is None:
+        return None
+    forms, known = {_NUMBER.sub("#", name) for name in lacking}, set(target.hub.names)
+    surplus = [each.name for each in made.inputs if each.name not in known and _NUMBER.sub("#", each.name) in forms]
+    return f"{spec.name}: made of {listing(surplus, 1)}{_without(lacking)}" if surplus else None
+
+
+def _without(lacking: Collection[str]) -> str:
+    return f", without {listing(lacking, 1)}" if lacking else ""
 
 
 def _shaped(made: Assembled, shape: tuple[int, ...]) -> Assembled:
@@ -193,15 +218,21 @@ def _lacking(target: Target, present: Collection[str]) -> dict[str, list[str]]:
 
 def _twice(target: Target, made: Mapping[str, Assembled]) -> list[tuple[TensorSpec, TensorSpec]]:
     """Return what a checkpoint has under several names of one parameter, which then must be equal."""
-    pairs = [(made.get(alias), made.get(kept)) for alias, kept in target.aliases.items()]
-    inputs = [(one.inputs[0], other.inputs[0]) for one, other in pairs if one is not None and other is not None]
+    names = [(alias, kept) for alias, kept in target.aliases.items() if alias in made and kept in made]
+    return _distinct((made[alias], made[kept]) for alias, kept in names)
+
+
+def _distinct(pairs: Iterable[tuple[Assembled, Assembled]]) -> list[tuple[TensorSpec, TensorSpec]]:
+    """Return what two tensors that must be equal are made of, pair by pair."""
+    inputs = [pair for one, other in pairs for pair in zip(one.inputs, other.inputs, strict=False)]
     return [(one, other) for one, other in inputs if one != other]
 
 
 def _unexpected(
     target: Target, specs: Iterable[TensorSpec], made: Mapping[str, Assembled], loaded: Loaded
 ) -> list[str]:
-    used = {spec.name for name, each in made.items() if name in target.names for spec in each.inputs}
+    own = target.names
+    used = {spec.name for name, each in made.items() if name in own for spec in each.inputs}
     # What was to be a part of a tensor that could not be made is told with that.
     return [
         spec.name

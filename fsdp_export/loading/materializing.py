@@ -17,7 +17,7 @@ from ..compat import offloaded_parameters, reset_shards
 from ..conversion.live_twin import model_class
 from ..errors import SourceError, listing
 
-__all__ = ["initial_values", "materialize", "tensors_on_meta"]
+__all__ = ["initial_values", "materialize", "own_tensors", "tensors_on_meta"]
 
 # What modules call that which computes their tables anew; parameters stand in for it on the meta device.
 _METHODS = ("reset_buffers", "rope_init", "reset_parameters")
@@ -26,12 +26,13 @@ _METHODS = ("reset_buffers", "rope_init", "reset_parameters")
 def tensors_on_meta(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a module that have no memory, under each of their names."""
     named = (
-        (f"{path}.{name}".removeprefix("."), tensor) for path, _, name, tensor in _own_tensors(model) if tensor.is_meta
+        (f"{path}.{name}".removeprefix("."), tensor) for path, _, name, tensor in own_tensors(model) if tensor.is_meta
     )
     return dict(named)
 
 
-def _own_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+def own_tensors(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield the parameters and buffers of a module: the path of the one that has it, that one, name and tensor."""
     for path, module in model.named_modules(remove_duplicate=False):
         for own in (module._parameters, module._buffers):  # noqa: SLF001  `named_buffers` says nothing of modules
             for name, tensor in own.items():

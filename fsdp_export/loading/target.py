@@ -17,7 +17,7 @@ from ..conversion.loading import Loaded, Loader, loader_of
 from ..conversion.peft_module import PeftModule, base_twins, find_peft
 from ..conversion.peft_names import ADAPTER_SEGMENT
 from ..conversion.transformers import convert_live
-from ..errors import PlanError
+from ..errors import PlanError, UsageError
 from ..names import strip_wrappers
 from ..sources.live import LiveSource, named_tensors
 from ..spec import TensorSpec
@@ -43,6 +43,7 @@ class Target:
         load: Makes of the tensors of a checkpoint, or of some, those of the module.
         hub: What an export makes of the tensors; None where they stay.
         keeps_names: Whether names of a checkpoint are these, whatever else they could be.
+        only_moves: Whether `load` computes nothing: an adapter may, transformers does not.
     """
 
     specs: Mapping[str, TensorSpec]
@@ -54,6 +55,7 @@ class Target:
     load: Loader
     hub: Conversion | None = None
     keeps_names: bool = False
+    only_moves: bool = True
 
     @property
     def names(self) -> set[str]:
@@ -76,7 +78,7 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
 
     Raises:
         SourceError: The module is not understood; see `LiveSource`.
-        UsageError: The adapter is none.
+        UsageError: The adapter is none; or the module is one of PEFT whose adapters are merged.
     """
     source = LiveSource(model, may_be_meta=True)
     own = {spec.name: spec for spec in source.specs}
@@ -90,11 +92,18 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
     optional = unsaved | _matching(specs, _declared(model, "_keys_to_ignore_on_load_missing"))
     load = loader_of(base_twins(model, None), own) if adapter is None else _loader_by(adapter, own)
     hub = _export(model, [spec for name, spec in specs.items() if name not in unsaved])
-    return Target(specs, ties.aliases, declared, frozenset(optional), *_ignored(model, own), load, hub)
+    ignored = _ignored(model, own)
+    return Target(specs, ties.aliases, declared, frozenset(optional), *ignored, load, hub, only_moves=adapter is None)
 
 
 def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: Collection[str]) -> Target:
     """Return the adapter alone, all that PEFT has, or the model that it adapts: what a checkpoint has the names of."""
+    if peft.merged_layers:
+        raise UsageError(
+            "weights that have an adapter in them, which would be taken out of others after loading",
+            name=peft.merged_layers[0],
+            fix="Call unmerge_adapter() first",
+        )
     tensors, own = named_tensors(model), {spec.name: spec for spec in source.specs}
     has_adapter = any(map(ADAPTER_SEGMENT.match, names))
     if has_adapter and not own.keys() >= set(names):

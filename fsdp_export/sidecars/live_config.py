@@ -81,8 +81,8 @@ def generate(live: Any, class_name: str | None = None, dtype: torch.dtype | None
     both = json.loads(edit_json(_dump(config), {**_field_edits(live, config), **rope_edits(config)}))
     if both == config:
         return _dump(config)
-    config_class: Any = type(live)
     more, less = _dump(both), _dump(config)
+    config_class: Any = type(live)  # mypy takes type[Any] for no Hashable
     return more if _means_the_same(config_class, more, less) else less
 
 

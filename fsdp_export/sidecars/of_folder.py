@@ -57,7 +57,8 @@ def from_folder(
         sidecars.base_model = Origin.elsewhere("base model", base)
         places.insert(0, (base, sidecars.base_model))
         sidecars.warnings += [warning] if warning else []
-    searched = " or ".join(filter(None, [str(folder or ""), str(base_model or "")])) or "no folder"
+    named = [str(base_model)] if base_model is not None else []
+    searched = ", ".join([*named, f"{folder} or above it"] if folder is not None else named) or "no folder"
     _add_found_config(sidecars, places)
     if sidecars.config is None and base_model is not None:
         fix = "Give the folder or hub id of the model that was trained, or leave it out to write one safetensors file"

@@ -9,29 +9,17 @@ from typing import Any
 
 import torch
 
-from ..errors import SinkError, UsageError
+from ..errors import SinkError
 from ..plan import Plan
 from ..transfer.buckets import Bucket
 from ..transfer.servers import Pending, Server
 from .engine import EngineSink
 
-__all__ = ["CAUSE_SECONDS", "BroadcastSink", "distinct_urls"]
+__all__ = ["CAUSE_SECONDS", "BroadcastSink"]
 
 # For a bucket that is under way when the update fails elsewhere; and for what a server has to say of a transfer.
 _GRACE_SECONDS = 5.0
 CAUSE_SECONDS = 0.5
-
-
-def distinct_urls(urls: str | Sequence[str]) -> list[str]:
-    """Return the URLs of servers as a list.
-
-    Raises:
-        UsageError: There is none, or one stands twice.
-    """
-    urls = [urls] if isinstance(urls, str) else list(urls)
-    if not urls or len(set(urls)) < len(urls):
-        raise UsageError("no servers to send to", expected="one or more URLs, each once", found=urls)
-    return urls
 
 
 class BroadcastSink(EngineSink):

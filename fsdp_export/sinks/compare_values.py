@@ -14,6 +14,7 @@ __all__ = ["values_that_differ"]
 
 _BLOCK_ELEMENTS = 1 << 18
 _WORD_BYTES = 8
+_HALF_RANGE = 2.0**62
 _HALVES = (torch.bfloat16, torch.float16)
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -85,20 +86,27 @@ def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             return torch.ne(one.view(word), other.view(word))
         pair = (bytes_of(each).view(-1, one.dtype.itemsize) for each in (one, other))
         return torch.ne(*pair).any(dim=1)
+    if _are_integers(one, other):
+        words, others = _as_int64(one), _as_int64(other)
+        # Of one sign bit, int64 and uint64 make different numbers.
+        return torch.ne(words, others) | (words.lt(0) & (torch.uint64 in {one.dtype, other.dtype}))
     one, other = _widened(one, other)
     return torch.ne(one, other) & ~(one.isnan() & other.isnan())
 
 
 def _widened(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return values in a dtype in which they can be compared and subtracted."""
-    dtypes = {one.dtype, other.dtype}
-    if any(dtype.is_complex for dtype in dtypes):
-        wide = torch.complex128
-    elif len(dtypes) == 1 or torch.uint64 in dtypes or any(dtype.is_floating_point for dtype in dtypes):
-        wide = torch.float64
-    else:
-        wide = torch.int64
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
     return one.to(wide), other.to(wide)
+
+
+def _are_integers(*tensors: torch.Tensor) -> bool:
+    return not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+
+
+def _as_int64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return integers as int64, those of 64 bits as their bits."""
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
 
 
 def _largest(one: torch.Tensor, other: torch.Tensor, differs: torch.Tensor) -> float:
@@ -109,10 +117,13 @@ def _largest(one: torch.Tensor, other: torch.Tensor, differs: torch.Tensor) -> f
         if math.isfinite(largest):
             return largest
     try:
-        one, other = _widened(one, other)
+        wide, wide_other = _widened(one, other)
     except RuntimeError:  # of a dtype that cannot be converted
         return math.inf
-    apart = (one - other).abs().to(torch.float64)
+    apart = (wide - wide_other).abs().to(torch.float64)
+    if _are_integers(one, other):  # float64 does not tell large ones apart, and int64 has no room for all differences
+        exact = (_as_int64(one) - _as_int64(other)).abs().to(torch.float64)
+        return float(torch.where(apart < _HALF_RANGE, exact, apart).max())
     if not math.isfinite(float(apart.max())):
         apart.masked_fill_(~differs, 0).nan_to_num_(nan=math.inf, posinf=math.inf)
     return float(apart.max())

@@ -61,7 +61,7 @@ class EngineSink(Sink):
         if timeout <= 0:
             raise UsageError("no time to wait for an engine", expected="a positive number of seconds", found=timeout)
         self.bucket_bytes, self.timeout = bucket_bytes, timeout
-        self.version: str | None = None
+        self.version: str | int | None = None
         self.num_updates = 0
         self.is_lead = self._has_failed = False
         self._packer: Packer | None = None
@@ -73,7 +73,7 @@ class EngineSink(Sink):
     @property
     def next_version(self) -> str:
         """What the engine is told to call the weights."""
-        return self.version if self.version is not None else str(self.num_updates + 1)
+        return str(self.version if self.version is not None else self.num_updates + 1)
 
     def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         """Begin an update of the engine."""

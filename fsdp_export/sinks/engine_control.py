@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ..errors import SinkError, UsageError
-from ..transfer.servers import Pending, Server, on_all
+from ..transfer.servers import Pending, Server, on_all, servers_at
 
 __all__ = ["EngineControl", "EngineKind"]
 
@@ -31,7 +31,7 @@ class EngineControl:
         headers: HTTP headers of every request.
 
     Raises:
-        UsageError: There is no such engine, or way to pause it, or no server.
+        UsageError: There is no such engine, or way to pause it, or as `servers_at`.
     """
 
     def __init__(
@@ -48,11 +48,10 @@ class EngineControl:
             raise UsageError("no such engine", expected="vllm or sglang", found=repr(engine))
         if pause not in {*_MODES[engine], None}:
             raise UsageError("no such way to pause", expected=f"{', '.join(_MODES[engine])} or None", found=repr(pause))
-        if not urls:
-            raise UsageError("no server of an engine", expected="http://host:port")
         self.engine, self._is_vllm = engine, engine == "vllm"
-        self._servers = [Server(url, timeout, headers) for url in ([urls] if isinstance(urls, str) else urls)]
+        self._servers = servers_at(urls, timeout, headers)
         self._timeout, self._pause, self._flush_cache = timeout, pause, flush_cache
+        self._is_mixed = False
 
     def pause(self) -> None:
         """Stop generating, if that is wanted."""
@@ -66,6 +65,12 @@ class EngineControl:
         if self._pause is not None:
             body: Any = None if self._is_vllm else {}
             on_all(self._servers, lambda server: server.post(_RESUME[self.engine], body))
+        self._is_mixed = False
+
+    def give_back(self) -> None:
+        """Generate again with the weights of before, unless an earlier update was broken off and they are a mixture."""
+        if not self._is_mixed:
+            self.resume()
 
     def update(self, work: Mapping[str, Any], route: str, version: str, timeout: float) -> Pending[Any]:
         """Ask for an update, which is answered when it is done.
@@ -76,6 +81,7 @@ class EngineControl:
             version: What the weights will be called.
             timeout: Seconds to wait for the answer.
         """
+        self._is_mixed = True
         if self._is_vllm:
             route = "/collective_rpc"
         else:

@@ -21,7 +21,8 @@ class _Slab:
     """Pages that forked processes share instead of copying them whenever they are written."""
 
     def __init__(self, num_bytes: int) -> None:
-        self.memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        with torch.inference_mode(mode=False):  # what is made in that mode cannot be written outside of it
+            self.memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         self.is_pinned = False
 
     def touch(self) -> None:

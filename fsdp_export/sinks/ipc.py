@@ -65,7 +65,7 @@ class IPC(EngineSink):
         engine: EngineKind,
         bucket_bytes: int = 512 << 20,
         timeout: float = 120.0,
-        version: str | None = None,
+        version: str | int | None = None,
         pause: str | None = None,
         flush_cache: bool = True,
         device: torch.device | str | None = None,
@@ -210,7 +210,7 @@ class IPC(EngineSink):
         """Wait until the engine has given up, so that the next update finds it free; with old weights it goes on."""
         update, self._update = self._update, None
         if update is None:
-            self._control.resume()
+            self._control.give_back()
         else:
             self._control.result(update, _SECONDS_FOR_AN_ABORT)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import SinkError, UsageError
-from ..transfer.servers import RefusedError, Server, on_all
+from ..transfer.servers import RefusedError, Server, on_all, servers_at
 
 __all__ = ["LoRAServers"]
 
@@ -60,9 +60,6 @@ class LoRAServers:
         timeout: float = 300.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        urls = [urls] if isinstance(urls, str) else list(urls)
-        if not urls or len(set(urls)) < len(urls):
-            raise UsageError("no servers to load an adapter", expected="one or more URLs, each once", found=urls)
         if engine not in {"vllm", "sglang"}:
             raise UsageError("no such engine", expected="vllm or sglang", found=engine)
         if keep is not None and keep < 1:
@@ -70,7 +67,7 @@ class LoRAServers:
         self.engine, self.name, self.keep = engine, name, keep
         self.path_there = Path(path_there) if path_there is not None else None
         self.loaded: list[Path] = []
-        self._servers = [Server(url, timeout, headers) for url in urls]
+        self._servers = servers_at(urls, timeout, headers)
         self._prefix = "/v1" if engine == "vllm" else ""
 
     def name_of(self, folder: Path) -> str:
@@ -85,13 +82,13 @@ class LoRAServers:
 
         Raises:
             SinkError: A server refused it or did not answer; all have the one before, as far as they answer.
-            UsageError: There is no adapter, or it is the one that they have.
+            UsageError: There is no adapter, or the folder was loaded before and is still there.
         """
         folder = Path(folder).absolute()
         if not (folder / _CONFIG).exists():
             raise UsageError(f"no {_CONFIG}, so no adapter", file=folder, fix="Use Exporter(model, lora='adapter')")
         old = self.loaded[-1] if self.loaded else None
-        if folder == old:
+        if folder.resolve() in {path.resolve() for path in self.loaded}:  # it would be removed as an old one
             raise UsageError("the servers have loaded this folder", file=folder, fix="Save every version to a new one")
         try:
             on_all(self._servers, lambda server: self._exchange(server, old, folder))

@@ -13,7 +13,7 @@ from ..errors import SinkError, UsageError
 from ..transfer.buckets import Bucket, BucketLayout
 from ..transfer.process_group import SenderGroup
 from ..transfer.servers import Pending
-from .broadcasting import CAUSE_SECONDS, BroadcastSink, distinct_urls
+from .broadcasting import CAUSE_SECONDS, BroadcastSink
 from .sglang_control import Control, Workers
 
 __all__ = ["SGLang"]
@@ -65,7 +65,6 @@ class SGLang(BroadcastSink):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout=timeout)
-        urls = distinct_urls(urls)
         if pause not in {"retract", "in_place", "abort", None}:
             raise UsageError("no such way to pause", expected="retract, in_place, abort or None", found=pause)
         if pause == "in_place" and flush_cache:

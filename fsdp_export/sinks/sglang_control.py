@@ -12,7 +12,7 @@ from ..errors import SinkError, UsageError
 from ..table import dtype_name
 from ..transfer.buckets import Bucket
 from ..transfer.process_group import SenderGroup
-from ..transfer.servers import Pending, RefusedError, Server, address_towards, on_all
+from ..transfer.servers import Pending, RefusedError, Server, address_towards, on_all, servers_at
 
 __all__ = ["Control", "Workers"]
 
@@ -41,8 +41,10 @@ class Control:
         selector: Which models of a server are updated.
     """
 
-    def __init__(self, urls: Sequence[str], timeout: float, headers: Mapping[str, str] | None, selector: str) -> None:
-        self.servers = [Server(url, timeout, headers) for url in urls]
+    def __init__(
+        self, urls: str | Sequence[str], timeout: float, headers: Mapping[str, str] | None, selector: str
+    ) -> None:
+        self.servers = servers_at(urls, timeout, headers)
         self._selector, self._timeout = selector, timeout
         self._has_session = True
 
@@ -175,7 +177,7 @@ def _workers(server: Server) -> Workers:
         if error.status != HTTPStatus.NOT_FOUND:
             raise
         info = server.get("/get_server_info")
-    if not isinstance(info, Mapping) or not isinstance(info.get("tp_size"), int):
+    if not isinstance(info, Mapping) or type(info.get("tp_size")) is not int or info["tp_size"] < 1:
         raise SinkError(f"{server} does not say how many workers it has", expected="tp_size in /server_info")
     if info.get("pp_size", 1) > 1:
         raise UsageError(

@@ -26,7 +26,7 @@ Staging = Literal["auto", "device", "host"]
 # What training may need beyond what it has ever had.
 _SPARE_SHARE = 0.05
 _MAX_THREADS = 8
-# To take a slab of this size from the driver takes no longer than to take a tensor's; each is freed as it is written.
+# Taken from the driver in one go, and freed one by one as they are written.
 _SLAB_BYTES = 512 << 20
 _ALIGNMENT = 512
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import SinkError, UsageError
 from ..plan import Plan
 from ..publish import NewVersion
 from .engine_control import EngineControl, EngineKind
@@ -48,7 +49,7 @@ class FolderPerVersion:
         path: str | PathLike[str],
         *,
         keep: int | None = 2,
-        version: str | None = None,
+        version: str | int | None = None,
         urls: str | Sequence[str] = (),
         engine: EngineKind | None = None,
         engine_path: str | PathLike[str] | None = None,
@@ -92,7 +93,12 @@ class FolderPerVersion:
         if not self._control:
             return
         control, path = self._control, fspath(self._engine_path / name)
-        control.pause()
+        try:
+            control.pause()
+        except SinkError:
+            with suppress(SinkError):
+                control.give_back()
+            raise
         if control.engine == "vllm":
             work: dict[str, Any] = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         else:
@@ -121,7 +127,9 @@ class VersionSink(HuggingFaceSink):
 
     def begin(self, plan: Plan, cards: Sequence[str]) -> str:
         """Choose the version, then as `HuggingFaceSink.begin`."""
-        self._new = NewVersion.begin(self._versions.path, self._versions.version, fsync=self.fsync)
+        version = self._versions.version
+        name = str(version) if version is not None else None
+        self._new = NewVersion.begin(self._versions.path, name, fsync=self.fsync)
         self.folder = self._new.staging
         return json.dumps(
             [self._new.name, str(self.folder.relative_to(self._versions.path)), super().begin(plan, cards)]

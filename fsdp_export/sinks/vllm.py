@@ -15,7 +15,7 @@ from ..errors import SinkError, UsageError
 from ..transfer.buckets import Bucket, BucketLayout
 from ..transfer.nccl import Communicator, new_unique_id
 from ..transfer.servers import Pending, address_towards
-from .broadcasting import BroadcastSink, distinct_urls
+from .broadcasting import BroadcastSink
 from .vllm_control import Control, are_whole
 from .vllm_store import IdStore
 
@@ -64,7 +64,6 @@ class VLLM(BroadcastSink):
         address: str | None = None,
     ) -> None:
         super().__init__(bucket_bytes=bucket_bytes, timeout=timeout)
-        urls = distinct_urls(urls)
         if pause not in {"keep", "wait", "abort", None}:
             raise UsageError("no such way to pause", expected="keep, wait, abort or None", found=pause)
         self.pause, self.flush_cache, self.address = pause, flush_cache, address

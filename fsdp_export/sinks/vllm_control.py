@@ -9,13 +9,14 @@ from typing import Any
 
 from ..errors import SinkError
 from ..transfer.buckets import Bucket
-from ..transfer.servers import Pending, RefusedError, Server, on_all
+from ..transfer.servers import Pending, RefusedError, Server, on_all, servers_at
 
 __all__ = ["Control", "are_whole"]
 
 _INCOMPLETE, _GIVEN_UP = "-incomplete", "-given-up"
 """What follows the version while an update is under way, and once it was given up."""
 _CANCEL_SECONDS = 10.0
+_MAX_ANSWER_CHARACTERS = 200
 
 
 class Control:
@@ -30,8 +31,8 @@ class Control:
         headers: HTTP headers of every request.
     """
 
-    def __init__(self, urls: Sequence[str], timeout: float, headers: Mapping[str, str] | None) -> None:
-        self.servers = [Server(url, timeout, headers) for url in urls]
+    def __init__(self, urls: str | Sequence[str], timeout: float, headers: Mapping[str, str] | None) -> None:
+        self.servers = servers_at(urls, timeout, headers)
         self._timeout = timeout
 
     def __str__(self) -> str:
@@ -39,13 +40,7 @@ class Control:
 
     def world_sizes(self) -> list[int]:
         """Return how many workers each server has: tensor, pipeline and data parallel ones."""
-        try:
-            answers = self._ask(lambda server: server.get("/get_world_size", params={"include_dp": "true"}))
-        except RefusedError as error:
-            if error.status != HTTPStatus.NOT_FOUND:
-                raise
-            raise SinkError(str(error), fix="Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment") from error
-        return [_field(answer, "world_size", int) for answer in answers]
+        return self._ask(_world_size)
 
     def versions(self) -> list[str]:
         """Return what each server calls its weights."""
@@ -159,11 +154,25 @@ def are_whole(versions: Iterable[str]) -> bool:
 
 
 def _version(server: Server, timeout: float | None = None) -> str:
-    return str(_field(server.get("/weight_info", timeout=timeout), "weight_version", str))
+    return str(_field(server, server.get("/weight_info", timeout=timeout), "weight_version", str))
 
 
-def _field(answer: Any, name: str, kind: type) -> Any:
+def _world_size(server: Server) -> int:
+    try:
+        answer = server.get("/get_world_size", params={"include_dp": "true"})
+    except RefusedError as error:
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise
+        raise SinkError(str(error), fix="Start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment") from error
+    size: int = _field(server, answer, "world_size", int)
+    if size < 1:
+        raise SinkError(f"{server} has no workers", expected="a world_size of 1 or more", found=size)
+    return size
+
+
+def _field(server: Server, answer: Any, name: str, kind: type) -> Any:
     value = answer.get(name) if isinstance(answer, dict) else None
-    if not isinstance(value, kind):
-        raise SinkError("an answer that vLLM does not give", expected=f"a {kind.__name__} {name}", found=repr(answer))
+    if type(value) is not kind:
+        what, found = f"{server} gives an answer that vLLM does not give", repr(answer)[:_MAX_ANSWER_CHARACTERS]
+        raise SinkError(what, expected=f"a {kind.__name__} {name}", found=found)
     return value

@@ -131,7 +131,8 @@ class DataFiles:
         except OSError as error:
             raise unreadable_file(self.folder / file, error) from error
         if position < len(target):
-            raise truncated_file(self.folder / file, offset + len(target), offset + position)
+            found = min(offset + position, self.size(file))  # it may end far before what is read
+            raise truncated_file(self.folder / file, offset + len(target), found)
 
     def read(self, file: str, offset: int, count: int) -> bytes:
         """Return bytes of a file; see `read_into`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
-from ..compat import local_of
+from ..compat import layout_of
 from ..errors import PlanError, SourceError, UsageError, listing
 from ..gather import Groups
 from ..names import strip_wrappers
@@ -181,11 +180,11 @@ class LiveSource:
         """Return None: rows are in memory."""
 
     def _reread(self) -> bool:
-        """Read the tensors of a module of which each is still the one that was read last; tell whether they are."""
+        """Read the tensors of a module that is unchanged; tell whether each is what it was when it was read last."""
         locals_ = {}
         with torch.no_grad():
             for entry in self._entries:
-                block = entry.block()
+                block = entry.block(self._structure.tensor(entry.identity))
                 if block is None:
                     return False
                 locals_[entry.spec.name] = block
@@ -210,7 +209,7 @@ class LiveSource:
                     what, found = "a local tensor of another shape", tuple(local.shape)
                     raise SourceError(what, name=name, expected=form.local_shape, found=found)
                 spec = TensorSpec(name, form.shape, local.dtype, form.sharding, name in buffers)
-                yield Entry(spec, form, weakref.ref(value), weakref.ref(local_of(value))), block
+                yield Entry(spec, form, id(value), layout_of(value)), block
 
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parameter import is_lazy
 
-from ..compat import local_of
+from ..compat import layout_of, local_of
 from ..errors import SourceError
 from ..spec import Sharding, TensorSpec
 
@@ -44,23 +43,33 @@ class Form:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as it was read last."""
+    """A tensor as it was read last.
+
+    No reference to it is kept, not even a weak one: `Module.to()` refuses to swap parameters that have any.
+
+    Attributes:
+        spec: What is planned of it.
+        form: How it lies on the ranks.
+        identity: Its id.
+        layout: Its `layout_of`, which is kept or another one could get its id.
+    """
 
     spec: TensorSpec
     form: Form
-    value: weakref.ref[torch.Tensor]
-    local: weakref.ref[torch.Tensor]
+    identity: int
+    layout: object
 
-    def block(self) -> torch.Tensor | None:
-        """Return this rank's block, if the tensor is the one that was read; None if it has to be looked at again.
+    def block(self, value: torch.Tensor | None) -> torch.Tensor | None:
+        """Return this rank's block, if a tensor is as the one that was read; None if it has to be looked at again.
 
         Call it under `no_grad`.
         """
-        value = self.value()
-        local = local_of(value) if value is not None else None
-        if local is None or self.local() is not local or self.spec.dtype != local.dtype:
+        if value is None or is_lazy(value) or layout_of(value) is not self.layout:
             return None
-        return None if local.is_meta or local.is_conj() or local.is_neg() else self.form.block(local.detach())
+        local = local_of(value).detach()
+        if type(local) is not torch.Tensor or local.dtype != self.spec.dtype or local.layout != torch.strided:
+            return None
+        return None if local.is_meta or local.is_conj() or local.is_neg() else self.form.block(local)
 
 
 def local_block(name: str, value: torch.Tensor, *, may_be_meta: bool = False) -> torch.Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 __all__ = ["Structure"]
@@ -14,8 +15,8 @@ __all__ = ["Structure"]
 class Structure:
     """What a module consisted of when this was made.
 
-    Only modules are kept alive. A parameter that was replaced by one at the same address counts as the same here: keep
-    weak references to those that matter.
+    Only modules are kept alive. A parameter that was replaced by one at the same address counts as the same here: look
+    at what matters of it.
 
     Args:
         model: The module.
@@ -25,6 +26,12 @@ class Structure:
         self._modules = list(model.modules())
         self._is_plain = all(map(_is_plain, self._modules))
         self._found = list(map(_parts, self._modules))
+        self._places = {
+            id(value): (values, name)
+            for module in self._modules
+            for values in (module._parameters, module._buffers)
+            for name, value in values.items()
+        }
 
     def is_unchanged(self) -> bool:
         """Tell whether every module has the same parameters, buffers and submodules under the same names.
@@ -34,6 +41,11 @@ class Structure:
         return self._is_plain and all(
             _parts(module) == parts for module, parts in zip(self._modules, self._found, strict=True)
         )
+
+    def tensor(self, identity: int) -> torch.Tensor | None:
+        """Return the parameter or buffer of an id, of a structure that is unchanged; None if it has none."""
+        place = self._places.get(identity)
+        return place[0][place[1]] if place is not None else None
 
 
 def _parts(module: nn.Module) -> tuple[Any, ...]:

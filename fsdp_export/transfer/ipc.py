@@ -56,9 +56,8 @@ class WorkerLink:
         try:
             import zmq
         except ImportError as error:
-            raise UsageError(
-                "to talk to engines on the same GPUs needs pyzmq", fix="Run: pip install fsdp-export[ipc]"
-            ) from error
+            fix = "Run: pip install 'fsdp-export[ipc]'"
+            raise UsageError("pyzmq, which talks to engines on the same GPUs, is not installed", fix=fix) from error
         self._zmq = zmq
         self._worker, self._timeout, self._watch = worker, timeout, watch
         self._is_stopped = threading.Event()

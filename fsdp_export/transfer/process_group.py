@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -28,6 +29,9 @@ _ABORT_SECONDS = 5.0
 _WATCHDOG = timedelta(days=1)
 # What gloo does then is to end what nobody waits for any more.
 _MARGIN = timedelta(seconds=5)
+
+# By port: until when something that a group of ours has left behind may have its store.
+_taken_until: dict[int, float] = {}
 
 Check = Callable[[], None]
 """Raises if what is waited for cannot come any more."""
@@ -63,18 +67,7 @@ class SenderGroup:
         self._is_aborted = threading.Event()
         self._backend: Any = None
         self._at_end: weakref.finalize[..., SenderGroup] | None = None
-        try:
-            self._store = TCPStore(
-                "localhost",
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout),
-            )
-        except (RuntimeError, ValueError) as error:
-            raise SinkError(
-                f"cannot listen on port {port}", found=_first_line(error), fix="Name another one"
-            ) from error
+        self._store: TCPStore | None = _open_store(port, timeout)
         self.port: int = self._store.port
 
     def join(self, check: Check = lambda: None) -> None:
@@ -85,8 +78,11 @@ class SenderGroup:
         """
 
         def make() -> None:
+            whole = self._store
+            if whole is None:
+                return
             timeout = _WATCHDOG if self.backend == "nccl" else timedelta(seconds=self._timeout) + _MARGIN
-            store = PrefixStore(self.name, self._store)
+            store = PrefixStore(self.name, whole)
             backend = compat.new_backend(self.backend, store, 0, self.num_ranks, name=self.name, timeout=timeout)
             if self.backend == "nccl":
                 # Or it complains at the end of the program, and may wait for the others.
@@ -132,6 +128,9 @@ class SenderGroup:
     def abort(self) -> None:
         """Leave, whatever the others do; what is under way ends."""
         self._is_aborted.set()
+        # Else who waits for others in the store would go on to, and the next group find the port taken.
+        self._store = None
+        _taken_until[self.port] = time.monotonic() + self._timeout + 2 * _MARGIN.total_seconds()
         backend, self._backend = self._backend, None
         if backend is None or self._at_end is None:
             return
@@ -171,10 +170,25 @@ class SenderGroup:
             raise SinkError(f"failed {what}: the process group was left")
 
 
+def _open_store(port: int, timeout: float) -> TCPStore:
+    """Listen on a port, once a group before has let go of it."""
+    wait = timedelta(seconds=timeout)
+    while True:
+        try:
+            return TCPStore("localhost", port, is_master=True, wait_for_workers=False, timeout=wait)
+        except (RuntimeError, ValueError) as error:
+            if time.monotonic() > _taken_until.get(port, 0):
+                raise SinkError(
+                    f"cannot listen on port {port}", found=_first_line(error), fix="Name another one"
+                ) from error
+        time.sleep(_CHECK_SECONDS)
+
+
 def _call(call: Callable[[], None], errors: list[BaseException], done: threading.Event) -> None:
     try:
         call()
     except BaseException as error:  # noqa: BLE001  whoever waits raises it
+        traceback.clear_frames(error.__traceback__)  # whoever keeps the error would keep the group and its store
         errors.append(error)
     finally:
         done.set()

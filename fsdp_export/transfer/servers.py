@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from http import HTTPStatus
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
 
 from ..errors import SinkError, UsageError
 
-__all__ = ["Pending", "RefusedError", "Server", "address_towards", "on_all"]
+__all__ = ["Pending", "RefusedError", "Server", "address_towards", "on_all", "servers_at"]
 
 _T = TypeVar("_T")
 _MAX_BODY_CHARACTERS = 2000
+_MAX_ANSWER_BYTES = 16 << 20
+_CHUNK_BYTES = 64 << 10
+_PORTS = {"http": 80, "https": 443}
 _POLL_SECONDS = 0.1
 
 
@@ -32,12 +37,16 @@ class RefusedError(SinkError):
 
 
 class Server:
-    """One server of an engine. Threads may share it.
+    """One server of an engine. Threads may share it, and every request ends in time, however slowly an answer comes.
 
     Args:
         url: Where it is, `http://host:port`.
         timeout: Seconds to wait for an answer, unless a request says otherwise.
         headers: HTTP headers of every request, for example with a key.
+
+    Attributes:
+        url: Where it is, without a slash at its end.
+        place: The same for all URLs that differ in nothing that matters.
 
     Raises:
         UsageError: The URL is none, or requests is not installed.
@@ -47,11 +56,9 @@ class Server:
         try:
             import requests
         except ImportError as error:
-            raise UsageError(
-                "to talk to an engine needs requests", fix="Run: pip install fsdp-export[engines]"
-            ) from error
-        if not url.startswith(("http://", "https://")):
-            raise UsageError("no URL of a server", expected="http://host:port", found=url)
+            fix = "Run: pip install 'fsdp-export[engines]'"
+            raise UsageError("requests, which talks to engines, is not installed", fix=fix) from error
+        self.place = _place(url)
         self.url = url.rstrip("/")
         self._timeout = timeout
         self._errors = requests.exceptions
@@ -109,20 +116,84 @@ class Server:
     def _ask(self, method: str, path: str, body: Any, params: Mapping[str, str] | None, timeout: float | None) -> Any:
         seconds = self._timeout if timeout is None else timeout
         what = f"{method} {self.url}{path}"
-        try:
-            answer = self._session.request(method, self.url + path, params=params, json=body, timeout=seconds)
-        except self._errors.Timeout as error:
-            raise SinkError(f"no answer to {what} within {seconds:g} s", fix="Look at the log of the engine") from error
-        except self._errors.RequestException as error:
-            reason = str(error) or type(error).__name__
-            raise SinkError(f"{what} failed: {reason}", fix="Is the engine running there?") from error
-        if not answer.ok:
-            text = answer.text[:_MAX_BODY_CHARACTERS]
-            raise RefusedError(what, status=answer.status_code, found=f"HTTP {answer.status_code}: {text}")
-        try:
-            return answer.json()
-        except ValueError:
-            return answer.text
+        too_late = SinkError(f"no answer to {what} within {seconds:g} s", fix="Look at the log of the engine")
+        deadline = time.monotonic() + seconds
+
+        def request(_: Server) -> Any:
+            options: Any = {"params": params, "json": body, "timeout": seconds, "stream": True}
+            try:
+                with self._session.request(method, self.url + path, **options) as answer:
+                    return _content(answer, _read(answer, deadline, what), what)
+            except (self._errors.Timeout, TimeoutError) as error:
+                raise too_late from error
+            except (self._errors.RequestException, UnicodeError) as error:
+                # requests wraps what urllib3 says of its retries, which wraps what happened.
+                cause = getattr(error.args[0], "reason", None) if error.args else None
+                reason = str(cause or error) or type(error).__name__
+                raise SinkError(f"{what} failed: {reason}", fix="Look whether the engine is running there") from error
+
+        # A socket's time-out begins anew with every byte.
+        pending = Pending([self], request)
+        if not pending.has_ended(seconds):
+            raise too_late
+        return pending.wait()[0]
+
+
+def _place(url: str) -> tuple[object, ...]:
+    """Return what a URL says.
+
+    Raises:
+        UsageError: It is none of a server.
+    """
+    refusal = UsageError("no URL of a server", expected="http://host:port", found=url)
+    try:
+        parts = urlsplit(str(url))
+        port = parts.port or _PORTS.get(parts.scheme)
+    except ValueError as error:
+        raise refusal from error
+    if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
+        raise refusal
+    return parts.scheme, parts.hostname, port, parts.path.rstrip("/")
+
+
+def servers_at(urls: str | Sequence[str], timeout: float, headers: Mapping[str, str] | None = None) -> list[Server]:
+    """Return the servers of an engine.
+
+    Raises:
+        UsageError: There is none, one stands twice, or as `Server`.
+    """
+    servers = [Server(url, timeout, headers) for url in ([urls] if isinstance(urls, str) else urls)]
+    if not servers or len({server.place for server in servers}) < len(servers):
+        raise UsageError("no servers of an engine", expected="one or more URLs, each once", found=urls)
+    return servers
+
+
+def _read(answer: Any, deadline: float, what: str) -> bytes:
+    """Read an answer that is neither too long nor too late."""
+    body = bytearray()
+    for chunk in answer.iter_content(_CHUNK_BYTES):
+        body += chunk
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if len(body) > _MAX_ANSWER_BYTES:
+            raise SinkError(f"{what} has no end to its answer", found=f"more than {_MAX_ANSWER_BYTES:,} bytes")
+    return bytes(body)
+
+
+def _content(answer: Any, body: bytes, what: str) -> Any:
+    """Return what an answer says, as JSON or text."""
+    text = body.decode(errors="replace")
+    if not HTTPStatus.OK <= answer.status_code < HTTPStatus.MULTIPLE_CHOICES:
+        found = f"HTTP {answer.status_code}: {text[:_MAX_BODY_CHARACTERS]}"
+        raise RefusedError(what, status=answer.status_code, found=found)
+    if answer.request.method != what.partition(" ")[0]:
+        first = answer.history[0]
+        found = f"HTTP {first.status_code}, to be found at {answer.url}, where it was only looked for"
+        raise RefusedError(what, status=first.status_code, found=found)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def address_towards(url: str) -> str:
@@ -153,12 +224,11 @@ def on_all(servers: Sequence[Server], request: Callable[[Server], _T]) -> list[_
     """
     if len(servers) == 1:
         return [request(servers[0])]
-    with ThreadPoolExecutor(len(servers), f"{threading.current_thread().name}-http") as threads:
-        pending = [threads.submit(request, server) for server in servers]
-    errors = [error for future in pending if (error := future.exception()) is not None]
+    pending = Pending(servers, request)
+    errors = pending.errors()
     if len(errors) > 1 and all(isinstance(error, SinkError) for error in errors):
         raise SinkError("; ".join(map(str, errors))) from errors[0]
-    return [future.result() for future in pending]
+    return pending.wait()
 
 
 class Pending(Generic[_T]):
@@ -182,6 +252,14 @@ class Pending(Generic[_T]):
     def is_done(self) -> bool:
         """Tell whether all servers have answered, well or not."""
         return all(answer.done() for answer in self._answers)
+
+    def has_ended(self, seconds: float) -> bool:
+        """Wait at most so long for all servers, and tell whether they have answered."""
+        return not wait(self._answers, seconds).not_done
+
+    def errors(self) -> list[BaseException]:
+        """Wait for all servers, and return what went wrong."""
+        return [error for answer in self._answers if (error := answer.exception()) is not None]
 
     def check(self, seconds: float = 0) -> None:
         """Raise the error of a server that has failed by now.

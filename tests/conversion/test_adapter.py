@@ -383,7 +383,7 @@ def test_adapters_are_named_made_and_given_what_they_ask_for(tmp_path):
 MISNAMED = {
     "their_adapters": "an adapter that cannot be read: found their_adapters. Give package.module:Class, or ",
     "their_adapters:os;x": "an adapter that cannot be read: found their_adapters:os;x. ",
-    "nowhere:Adapter": "the adapter {} cannot be made: found ModuleNotFoundError: No module named 'nowhere'",
+    "nowhere:Adapter": "the adapter {} cannot be made: found ModuleNotFoundError: No module named 'nowhere'. Install ",
     "their_adapters:Nothing": "the adapter {} cannot be made: found AttributeError: ",
     "their_adapters:broken": "the adapter {} cannot be made: found RuntimeError: no flavor. ",
     "their_adapters:Adapter(open('x'))": "the adapter {} cannot be made: found ValueError",

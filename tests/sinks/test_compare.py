@@ -280,3 +280,29 @@ def test_files_are_closed_whatever_happens(tmp_path):
     sink.abort()
     sink.abort()
     assert num_open() == before
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtypes", "largest"),
+    [
+        (2**53 + 1, 2**53, ("int64", "int64"), 1),
+        (2**62, 2**62 + 1, ("uint64", "int64"), 1),
+        (2**64 - 1, 2**64 - 3, ("uint64", "uint64"), 2),
+        (2**64 - 1, -1, ("uint64", "int64"), 2**64),
+        (2**63 - 1, -1, ("int64", "int32"), 2**63),
+        (-(2**63), 2**63 - 1, ("int64", "int64"), 2**64),
+        (True, 255, ("bool", "uint8"), 254),
+    ],
+)
+def test_integers_are_told_apart_exactly(one, other, dtypes, largest):
+    def tensor(value, dtype):
+        if dtype == "uint64":  # torch makes none above int64
+            return torch.tensor([value - 2**64 if value >= 2**63 else value]).view(torch.uint64)
+        return torch.tensor([value], dtype=getattr(torch, dtype))
+
+    values = [tensor(value, dtype) for value, dtype in zip((one, other), dtypes, strict=True)]
+    found = compare_values.values_that_differ((1,), 0, *values)
+    assert found is not None
+    assert (found["num_differing"], found["largest"]) == (1, largest)
+    same = compare_values.values_that_differ((1,), 0, tensor(5, dtypes[0]), tensor(5, dtypes[1]))
+    assert (same is None) == (dtypes[0] != "bool")

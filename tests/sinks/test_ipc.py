@@ -209,6 +209,29 @@ def test_older_engines_lack_routes_that_nobody_asked_for(tmp_path):
         assert "/update_weight_version was refused: found HTTP 404" in text
 
 
+def test_an_engine_with_weights_of_two_updates_stays_paused_until_one_succeeds(tmp_path):
+    def check() -> list[str]:
+        sink = FileIPC(running.url, tmp_path, engine="vllm", pause="abort", bucket_bytes=1, timeout=10)
+        exporter, connect, kinds = Exporter(shard(tiny(), "1d", 2)), sink._connect, []
+        for is_early in (True, False, True, False, True):
+
+            def fail(*arguments: Any, is_early: bool = is_early) -> None:
+                if is_early:
+                    raise ValueError("out of luck")
+                connect(*arguments)
+
+            sink._connect = fail  # type: ignore[assignment,method-assign]
+            kinds.append(outcome_of(lambda: exporter.send(sink)).kind)
+        return kinds
+
+    with engine(2) as running:
+        running.set_fault(1, "raise")
+        assert run_ranks(check, 2) == [["RankError", "SinkError", "RankError", "ok", "RankError"]] * 2
+        told = [route for route in running.routes() if route in {"/pause?mode=abort", "/resume"}]
+    pause, resume = "/pause?mode=abort", "/resume"
+    assert told == [pause, resume, pause, pause, pause, resume, pause, resume]
+
+
 def test_several_ranks_on_one_gpu(tmp_path, monkeypatch):
     def check() -> Outcome:
         sink = FileIPC("http://127.0.0.1:1", tmp_path, engine="vllm")
@@ -224,7 +247,8 @@ def test_several_ranks_on_one_gpu(tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"urls": "http://a:1", "engine": "tgi"}, "no such engine: expected vllm or sglang, found 'tgi'"),
-        ({"urls": [], "engine": "vllm"}, "no server of an engine"),
+        ({"urls": [], "engine": "vllm"}, "no servers of an engine"),
+        ({"urls": ["http://a:1", "http://A:1/"], "engine": "vllm"}, "no servers of an engine.*each once"),
         ({"urls": "a:1", "engine": "vllm"}, "no URL of a server"),
         (
             {"urls": "http://a:1", "engine": "vllm", "pause": "retract"},

@@ -219,6 +219,10 @@ def test_what_is_no_new_adapter_is_refused(engines, tmp_path):
     servers.load(adapter(tmp_path / "a"))
     with pytest.raises(UsageError, match="Save every version to a new one"):
         servers.load(tmp_path / "a")
+    servers.load(adapter(tmp_path / "b"))
+    with pytest.raises(UsageError, match="Save every version to a new one"):
+        servers.load(tmp_path / "b" / ".." / "a")
+    assert (tmp_path / "a").is_dir()
 
 
 def test_what_a_save_calls_at_its_end_fails_on_all_ranks_and_the_folder_stays(tmp_path):

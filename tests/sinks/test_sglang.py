@@ -6,22 +6,24 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from exports import expected_export
 from fake_server import digests_of
-from fake_sglang import FakeSGLang
+from fake_sglang import STALL_SECONDS, FakeSGLang
 from hub_models import hub_model
 from models import shard, tiny
-from ranks import run_ranks
+from ranks import free_port, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
 from fsdp_export import Exporter
 from fsdp_export.errors import ExportError, SinkError, UsageError
 from fsdp_export.sinks.sglang import SGLang
+from fsdp_export.transfer import process_group
 
 PAUSED = "The servers stay paused until an update succeeds."
 UPDATE = ["update_weights_from_distributed all"]
@@ -338,3 +340,22 @@ class _Nothing:
 def test_options_that_cannot_work(options):
     with pytest.raises(UsageError):
         SGLang(**{"urls": "http://a", **options})
+
+
+def test_a_chosen_port_is_free_for_the_next_update_although_somebody_keeps_the_errors(server, monkeypatch):
+    monkeypatch.setattr(process_group, "_MARGIN", timedelta(seconds=0.5))
+
+    def check() -> None:
+        sink, exporter = sink_for(server, port=free_port(), timeout=1), Exporter(tiny())
+        errors = []
+        update = "update_weights_from_distributed"
+        for route, kind in (("init_weights_update_group", "refuse"), (update, "stall"), (update, "late")):
+            server.fail(route, kind)
+            with pytest.raises(SinkError) as caught:
+                exporter.send(sink)
+            errors.append(caught)
+            time.sleep(STALL_SECONDS if kind == "stall" else 0)
+            exporter.send(sink)
+        assert server.state()["weights"] == digests_of(expected_export(tiny()))
+
+    alone(check)

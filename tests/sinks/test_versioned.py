@@ -49,7 +49,8 @@ class Engine:
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
                 engine.requests.append((self.path, body))
-                is_refused, engine.refuses = self.path == engine.refuses, ""
+                is_refused = self.path == engine.refuses
+                engine.refuses = "" if is_refused else engine.refuses
                 path = engine.path_of(self.path, body)
                 if path and not is_refused:
                     engine.loaded.append(value_in(path))
@@ -232,6 +233,25 @@ def test_an_engine_that_cannot_load_is_an_error_and_older_versions_stay(tmp_path
     exporter.save(versions)
     assert names_in(tmp_path) == ["000003", "latest"]
     assert engine.loaded == [1.0, 2.0]
+
+
+def test_engines_that_load_nothing_since_one_cannot_be_paused_go_on(tmp_path, engine):
+    other = Engine()
+    urls = [engine.url, other.url]
+    versions = FolderPerVersion(tmp_path, urls=urls, engine="sglang", pause="abort")
+    exporter = Exporter(filled(1))
+    pause, update, resume = "/pause_generation", "/update_weights_from_disk", "/continue_generation"
+    # After an update that was broken off nobody knows what they have.
+    for refused, routes in [(pause, [pause, resume]), (update, [pause, update]), (pause, [pause])]:
+        engine.requests, other.refuses = [], refused
+        with pytest.raises(SinkError, match="out of luck"):
+            exporter.save(versions)
+        assert engine.routes() == routes
+    versions.version = 7
+    assert exporter.save(versions).path == tmp_path / "7"
+    assert engine.routes()[-1] == resume
+    other.server.shutdown()
+    other.server.server_close()
 
 
 def test_an_engine_sees_the_folder_elsewhere(tmp_path, engine):

@@ -19,7 +19,9 @@ from torch import nn
 
 from fsdp_export import Exporter
 from fsdp_export.errors import ExportError, SinkError, UsageError
+from fsdp_export.sinks.sglang import SGLang
 from fsdp_export.sinks.vllm import VLLM
+from fsdp_export.transfer.servers import Server
 
 
 @pytest.fixture
@@ -89,11 +91,11 @@ def test_three_updates_bring_the_weights_of_the_time_to_all_workers(bucket_bytes
 def test_the_caller_chooses_version_pause_and_caches(server):
     def check() -> None:
         sink = sink_for(server, pause="abort", flush_cache=False, timeout=1)
-        sink.version = "step-7"
+        sink.version = 7
         exporter = Exporter(tiny())
         exporter.send(sink)
         state = server.state()
-        assert (state["version"], state["paused"]) == ("step-7", False)
+        assert (state["version"], state["paused"]) == ("7", False)
         assert "pause abort false" in state["calls"]
         assert not any("cache" in call for call in state["calls"])
         sink.pause = None
@@ -260,3 +262,11 @@ def test_servers_are_resumed_before_an_update_begins_but_not_if_one_before_it_fa
         return paused
 
     assert run_ranks(check, 1) == [[False, True, True]]
+
+
+@pytest.mark.parametrize("found", [0, -1, True, "2", None])
+def test_a_number_of_workers_that_cannot_be_is_an_error_with_the_server(found, monkeypatch):
+    monkeypatch.setattr(Server, "get", lambda *_, **__: {"world_size": found, "tp_size": found})
+    for sink in (VLLM("http://a:1"), SGLang("http://a:1", backend="gloo")):
+        with pytest.raises(SinkError, match=r"^http://a:1 .*expected"):
+            Exporter(nn.Linear(1, 1)).send(sink)

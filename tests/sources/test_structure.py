@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from exports import assert_same
 from models import shard, tiny
 from ranks import run_ranks
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from fsdp_export import Exporter
+from fsdp_export.errors import SourceError
 from fsdp_export.sources import live
 from fsdp_export.sources.structure import Structure
 
@@ -123,3 +125,38 @@ def test_values_of_a_sharded_module_are_those_of_the_time_of_the_walk():
         assert torch.equal(after["two_rows"], before["two_rows"] + 1)
 
     run_ranks(check, 2)
+
+
+@pytest.mark.parametrize("layout", ["1d", "dim1"])
+def test_a_module_can_be_cast_and_moved_between_two_walks(layout):
+    """Torch swaps sharded parameters, and refuses to if anything refers to them."""
+
+    def check() -> None:
+        model = shard(tiny(), layout, 2)
+        exporter = Exporter(model)
+        before = dict(exporter.tensors())
+        model.to("cpu")
+        assert_same(dict(exporter.tensors()), before)
+        model.to(torch.float64)
+        with pytest.raises(SourceError, match=r"not the one that was planned: .*two_rows changed|and \d+ more changed"):
+            dict(exporter.tensors())
+        model.to(torch.float32)
+        assert_same(dict(exporter.tensors()), before)
+        keep(model)
+        assert torch.equal(dict(exporter.tensors())["two_rows"], before["two_rows"] + 1)
+
+    run_ranks(check, 2)
+
+
+def test_a_parameter_that_is_the_same_one_may_hold_something_else():
+    """As one that was replaced by one at its address: nothing keeps it alive."""
+    model: Any = nn.Sequential(nn.Linear(3, 2))
+    exporter = Exporter(model)
+    dict(exporter.tensors())
+    for value in (torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3, dtype=torch.float64), torch.ones(3, 3)):
+        model[0].weight.data = value
+        if (value.dtype, value.shape) == (torch.float32, (2, 3)):
+            assert torch.equal(dict(exporter.tensors())["0.weight"], value)
+        else:
+            with pytest.raises(SourceError, match=r"not the one that was planned: 0\.weight changed"):
+                dict(exporter.tensors())

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from ranks import free_port
 
 from fsdp_export.errors import SinkError, UsageError
-from fsdp_export.transfer.servers import Pending, Server, on_all
+from fsdp_export.transfer.servers import Pending, Server, on_all, servers_at
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -48,13 +49,20 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
-    server.server_close()
+    server.socket.close()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(Handler) as found:
+        yield found
 
 
 def test_what_is_sent_arrives(url):
@@ -94,8 +102,9 @@ def test_a_server_that_stalls_is_named(url):
 
 def test_a_server_that_is_not_there_is_named():
     gone = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(SinkError, match=f"GET {gone}/x failed"):
+    with pytest.raises(SinkError, match=f"GET {gone}/x failed: .*refused. Look whether the engine") as caught:
         Server(gone, 5).get("/x")
+    assert "retries" not in str(caught.value)
 
 
 def test_several_servers_answer_in_their_order_and_all_that_failed_are_named(url):
@@ -107,9 +116,12 @@ def test_several_servers_answer_in_their_order_and_all_that_failed_are_named(url
         on_all(others, lambda server: server.post("/x"))
 
 
-def test_what_is_no_url_is_refused():
-    with pytest.raises(UsageError, match="expected http://host:port, found localhost:8000"):
-        Server("localhost:8000", 5)
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://", "ftp://a:1", "http://a:b", "http://a:1/?key=2", "http://[::1", "", 8000]
+)
+def test_what_is_no_url_is_refused(url):
+    with pytest.raises(UsageError, match="no URL of a server: expected http://host:port, found"):
+        Server(url, 5)
 
 
 def test_a_request_under_way_is_answered_later_or_fails_early(url):
@@ -135,3 +147,53 @@ def test_whoever_waits_for_a_request_may_lose_patience(url):
 
     with pytest.raises(SinkError, match="no longer"):
         Pending([Server(url, 5)], lambda server: server.post("/stall")).wait(check)
+
+
+def test_an_answer_that_never_ends_is_not_waited_for():
+    """A byte now and then is in time for each wait of a socket, and too many fill the memory."""
+
+    class Endless(Handler):
+        def do_POST(self) -> None:
+            chunk, pause = (b" ", 0.05) if self.path == "/slow" else (b" " * (1 << 20), 0)
+            begin = b"HTTP/1.1 200 OK\r\n" + (b"" if self.path == "/head" else b"\r\n")
+            with suppress(OSError):
+                self.wfile.write(begin)
+                for number in range(200):
+                    self.wfile.write(b"X-%d: 1\r\n" % number if self.path == "/head" else chunk)
+                    time.sleep(0.05 if self.path == "/head" else pause)
+
+    with serving(Endless) as url:
+        server, begin = Server(url, 0.3), time.monotonic()
+        for path in ("/slow", "/head"):
+            with pytest.raises(SinkError, match=rf"no answer to POST {url}{path} within 0.3 s"):
+                server.post(path)
+        assert time.monotonic() - begin < 3
+        with pytest.raises(SinkError, match=rf"GET {url}/much has no end to its answer: found more than"):
+            Server(url, 30).get("/much")
+
+
+def test_a_post_that_is_redirected_to_a_page_is_refused():
+    """A way in that asks for a key, or for https, answers so; what is found there is no answer of the engine."""
+
+    class Redirected(Handler):
+        def do_POST(self) -> None:
+            if self.path == "/page":
+                self._answer(200, b"log in")
+                return
+            self.send_response(int(self.path[1:4]))
+            if not self.path.endswith("nowhere"):
+                self.send_header("Location", "/page")
+            self.end_headers()
+
+    with serving(Redirected) as url:
+        assert Server(url, 5).post("/307") == "log in"
+        for path in ("/302", "/303", "/302-nowhere", "/300-nowhere"):
+            with pytest.raises(SinkError, match=rf"POST {url}{path} was refused: found HTTP 30\d"):
+                Server(url, 5).post(path)
+
+
+def test_urls_of_one_server_are_one():
+    for urls in ([], ["http://a:1", "http://a:1/"], ["http://a", "http://A:80"], ["https://a/x/", "https://a:443/x"]):
+        with pytest.raises(UsageError, match="no servers of an engine: expected one or more URLs, each once"):
+            servers_at(urls, 5)
+    assert len(servers_at(["http://a:1", "http://a:2", "https://a:1", "http://a:1/x"], 5)) == 4
