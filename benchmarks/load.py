@@ -10,7 +10,6 @@ import argparse
 import gc
 import os
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
-from measuring import Peak, publish, read_bytes, summary, unbacked_bytes
+from measuring import publish, summary
 from safetensors.torch import load_file
 from save import build
 from sharded_model import facts_of, process_group
+from timing import timed
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -167,31 +167,13 @@ def forget(folder: Path) -> None:
 
 
 def measure(name: str, model: nn.Module, folder: Path, *, is_cold: bool) -> dict[str, float]:
-    """Run one method once; figures are those of the worst rank."""
+    """Run one method once."""
     for shard in shards(model):
         shard.zero_()
     gc.collect()
     if is_cold and dist.get_rank() == 0:
         forget(folder)
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    device_before = torch.cuda.memory_allocated() if cuda else 0
-    host_before, read_before = unbacked_bytes(), read_bytes()
-    with Peak(lambda: unbacked_bytes() - host_before) as host:
-        started = time.perf_counter()
-        METHODS[name][1](model, folder)
-        if cuda:
-            torch.cuda.synchronize()
-        dist.barrier()
-        seconds = time.perf_counter() - started
-    device_bytes = torch.cuda.max_memory_allocated() - device_before if cuda else 0
-    worst = torch.tensor([seconds, host.value, device_bytes, read_bytes() - read_before], dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return dict(zip(("seconds", "host_bytes", "device_bytes", "read_bytes"), worst.tolist(), strict=True))
+    return timed(lambda: METHODS[name][1](model, folder))
 
 
 def report(

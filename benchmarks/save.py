@@ -6,15 +6,15 @@ import argparse
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import transformers
-from measuring import Peak, publish, summary, unbacked_bytes, written_bytes
+from measuring import publish, summary
 from methods import METHODS
 from sharded_model import config_of, facts_of, process_group, sharded
+from timing import timed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -66,38 +66,14 @@ def measure_all(model: nn.Module, config: transformers.Qwen2Config, options: arg
 
 
 def measure(name: str, model: nn.Module, folder: Path) -> dict[str, float]:
-    """Run one method once; figures are those of the worst rank, `written_bytes` the sum."""
+    """Run one method once."""
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
         os.sync()
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    device_before = torch.cuda.memory_allocated() if cuda else 0
-    host_before, written_before = unbacked_bytes(), written_bytes()
-    with Peak(lambda: unbacked_bytes() - host_before) as host:
-        started = time.perf_counter()
-        METHODS[name][1](model, folder)
-        seconds = time.perf_counter() - started
-    worst = torch.tensor(
-        [
-            seconds,
-            host.value,
-            torch.cuda.max_memory_allocated() - device_before if cuda else 0,
-        ],
-        dtype=torch.float64,
-    )
-    written = torch.tensor([written_bytes() - written_before], dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    dist.all_reduce(written)
-    dist.barrier()
+    figures = timed(lambda: METHODS[name][1](model, folder))
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    keys = ("seconds", "host_bytes", "device_bytes")
-    return {**dict(zip(keys, worst.tolist(), strict=True)), "written_bytes": written.item()}
+    return figures
 
 
 def report(

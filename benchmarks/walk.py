@@ -16,8 +16,9 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from measuring import Peak, publish, summary, unbacked_bytes
+from measuring import publish, summary
 from sharded_model import SIZES, facts_of, process_group, sharded
+from timing import timed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -74,7 +75,7 @@ def measure_model(kind: str, options: argparse.Namespace, *, offloads: bool) -> 
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in walks}
     for _ in range(1 + options.repeats):
         for name, (_, walk) in walks.items():
-            figures[name].append(measure(walk, options.device))
+            figures[name].append(measure(walk))
     place = "host memory, pinned" if offloads else options.device
     num_bytes = figures["ours"][0]["num_bytes"]
     limit = host_limit(num_bytes, options) if offloads else gather_limit(num_bytes, options)
@@ -118,30 +119,18 @@ def _loop(model: nn.Module, device: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, cast("DTensor", value.to(device, non_blocking=True)).full_tensor()
 
 
-def measure(walk: Walk, device: str) -> dict[str, float]:
-    """Drain a walk once; figures are those of the worst rank."""
-    is_cuda = device == "cuda"
-    if is_cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    dist.barrier()
-    device_before = torch.cuda.memory_allocated() if is_cuda else 0
-    host_before = unbacked_bytes()
+def measure(walk: Walk) -> dict[str, float]:
+    """Drain a walk once."""
     num_tensors = num_bytes = 0
-    with Peak(lambda: unbacked_bytes() - host_before) as host:
-        started = time.perf_counter()
+
+    def drain() -> None:
+        nonlocal num_tensors, num_bytes
         for _, tensor in walk():
             num_tensors += 1
             num_bytes += tensor.nbytes
             del tensor
-        if is_cuda:
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    device_bytes = torch.cuda.max_memory_allocated() - device_before if is_cuda else 0
-    worst = torch.tensor([seconds, host.value, device_bytes], dtype=torch.float64)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    figures = dict(zip(("seconds", "host_bytes", "device_bytes"), worst.tolist(), strict=True))
-    return {**figures, "num_tensors": num_tensors, "num_bytes": num_bytes, "written_bytes": 0}
+
+    return {**timed(drain, empties_cache=False), "num_tensors": num_tensors, "num_bytes": num_bytes}
 
 
 def gather_limit(num_bytes: float, options: argparse.Namespace) -> dict[str, float]:

@@ -19,6 +19,7 @@ from .dtype_notes import dtype_notes, live_dtypes
 from .dtypes import DtypePolicy
 from .errors import UsageError
 from .fence import Fence, Operation
+from .lockstep import gathered_pieces
 from .pending import PendingSave, finish_latest, one_at_a_time, start, wait_for_latest, write_staged
 from .plan import Plan
 from .planning import Planning
@@ -34,7 +35,7 @@ from .sinks.versioned import Destination, FolderPerVersion
 from .sources.base import Source
 from .sources.live import find_ranks
 from .transfer.buckets import Bucket, Packer, lay_out, new_buffer
-from .walk import Delivered, gathered_pieces, run
+from .walk import Delivered, run
 
 __all__ = ["Exporter"]
 
@@ -174,7 +175,7 @@ class Exporter:
     def buckets(self, max_bytes: int = 512 << 20, *, align: int = 256) -> Iterator[Bucket]:
         """Yield every tensor whole, laid with others into buckets of bytes on the device. Otherwise as `tensors`.
 
-        The tensors of one module are never split between two buckets.
+        Tensors of one module that come one after the other are never split between two buckets.
 
         Args:
             max_bytes: Bytes of a bucket; a module with more than that has a larger one of its own.
@@ -324,9 +325,13 @@ class Exporter:
 
         Args:
             staging: As for `save`.
+
+        Raises:
+            UsageError: There is no such staging, or no module to save.
         """
         check_staging(staging)
-        assert isinstance(self._model, nn.Module)
+        if not isinstance(self._model, nn.Module):
+            raise UsageError("prepare() needs a module", fix="Only a module is saved in the background")
         are_offloaded = any(parameter.device.type == "cpu" for parameter in self._model.parameters())
         prepare(self.plan, self.source.device, staging, are_offloaded=are_offloaded)
 

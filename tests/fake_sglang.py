@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import json
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
-import requests
 import torch
 import torch.distributed as dist
-from ranks import free_port
+from fake_server import FakeServer, Faults, digests_of, serve
 from torch.distributed import distributed_c10d
 
 CONTEXT = multiprocessing.get_context("fork")
@@ -30,18 +24,11 @@ PR_SET_PDEATHSIG = 1
 STATUS = {"refuse": 400, "break": 500, "hide": 404}
 
 
-def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Return dtype, shape and a hash of the bytes of each tensor, as they come out of JSON."""
+class FakeSGLang(FakeServer):
+    """The server.
 
-    def digest(tensor: torch.Tensor) -> list[Any]:
-        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        return [str(tensor.dtype), list(tensor.shape), hashlib.sha256(flat.numpy().tobytes()).hexdigest()]
-
-    return {name: digest(tensor) for name, tensor in tensors.items()}
-
-
-class FakeSGLang:
-    """Starts and stops the server, and asks it what it has seen.
+    A request can fail by `refuse` (400), `break` (500), `hide` (404), `late` (400, once the bytes are there), `stall`
+    or `die`.
 
     Args:
         num_workers: How many of them there are.
@@ -60,57 +47,7 @@ class FakeSGLang:
         device: str = "cpu",
         **info: object,
     ) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.arguments = (num_workers, has_session, timeout, device, info)
-        self.start()
-
-    def start(self) -> None:
-        self.process = CONTEXT.Process(target=_serve, args=(self.port, *self.arguments))
-        self.process.start()
-        self.owner = os.getpid()
-        for _ in range(500):
-            if not self.is_down():
-                return
-            time.sleep(0.02)
-        raise AssertionError("the server did not start")
-
-    def stop(self) -> None:
-        os.kill(self.process.pid or 0, signal.SIGKILL)
-        if self.owner == os.getpid():
-            self.process.join()
-
-    @contextmanager
-    def restarted(self) -> Iterator[None]:
-        """Run another server at the same place, once the one before has died."""
-        while not self.is_down():
-            time.sleep(0.02)
-        self.start()
-        try:
-            yield
-        finally:
-            self.stop()
-
-    def is_down(self) -> bool:
-        try:
-            requests.get(self.url + "/test/state", timeout=10)
-        except requests.ConnectionError:
-            return True
-        return False
-
-    def state(self) -> dict[str, Any]:
-        return dict(requests.get(self.url + "/test/state", timeout=10).json())
-
-    def fail(self, route: str, kind: str, *, after: int = 0) -> None:
-        """Have a request fail.
-
-        Args:
-            route: Which, without its slash.
-            kind: How: `refuse` (400), `break` (500), `hide` (404), `late` (400, once the bytes are there), `stall`,
-                `die`.
-            after: How many of them succeed before that.
-        """
-        requests.post(self.url + "/test/fail", json={"route": route, "kind": kind, "after": after}, timeout=10)
+        super().__init__(_serve, num_workers, has_session, timeout, device, info)
 
 
 class _Worker:
@@ -192,7 +129,7 @@ class _Engine:
         self.is_paused = self.is_open = False
         self.calls: list[str] = []
         self.loads: list[list[str]] = []
-        self.faults: dict[str, dict[str, Any]] = {}
+        self.faults = Faults()
         self.busy = threading.Lock()
         self.workers = []
         for index in range(num_workers):
@@ -214,13 +151,7 @@ class _Engine:
 
     def fault(self, route: str) -> str:
         """Have the fault that was asked for, or return it if its moment comes later."""
-        fault = self.faults.get(route)
-        if fault is None:
-            return ""
-        fault["after"] -= 1
-        if fault["after"] >= 0:
-            return ""
-        kind = str(self.faults.pop(route)["kind"])
+        kind = self.faults.kind_now(route)
         if kind == "die":
             os._exit(1)
         if kind == "stall":
@@ -286,37 +217,10 @@ class _Engine:
 def _serve(port: int, *arguments: Any) -> None:
     engine = _Engine(*arguments)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-            url = urlsplit(self.path)
-            route = url.path.strip("/")
-            try:
-                if route == "test/fail":
-                    engine.faults[body["route"]] = body
-                    answer = None
-                elif route == "test/state":
-                    answer = engine.state()
-                else:
-                    answer = engine.answer(route, dict(parse_qsl(url.query)), body)
-                self.reply(200, answer)
-            except ConnectionError:
-                self.close_connection = True
-            except _RefusedError as error:
-                self.reply(error.status, {"success": False, "message": str(error)})
+    def answer(route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        try:
+            return 200, engine.answer(route, query, body or {})
+        except _RefusedError as error:
+            return error.status, {"success": False, "message": str(error)}
 
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def reply(self, status: int, body: Any) -> None:
-            data = json.dumps(body).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            with suppress(ConnectionError):
-                self.wfile.write(data)
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    serve(port, answer, engine.faults, engine.state)

@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
 import math
-import multiprocessing
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import contextmanager
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
-import requests
 import torch
+from fake_server import FakeServer, Faults, digests_of, serve
 from gloo_wire import GlooCommunicator
-from ranks import free_port
 
 from fsdp_export.transfer.nccl import Communicator
 
-Digest = tuple[str, list[int], str]
 
+class FakeVLLM(FakeServer):
+    """The server.
 
-def digest_of(tensor: torch.Tensor) -> Digest:
-    """Return dtype, shape and a hash of the bytes."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return str(tensor.dtype), list(tensor.shape), hashlib.sha256(flat.numpy().tobytes()).hexdigest()
-
-
-def digests_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[Any]]:
-    """Return digests as they come out of JSON."""
-    return {name: list(digest_of(tensor)) for name, tensor in tensors.items()}
-
-
-class FakeVLLM:
-    """Starts and stops the server, and asks it what it has seen.
+    A request can fail by `refuse`, `refuse late` (once the bytes are there), `hide`, `stall` or `die`.
 
     Args:
         num_workers: How many of them there are.
@@ -52,61 +34,18 @@ class FakeVLLM:
     def __init__(
         self, *, num_workers: int = 1, devices: Sequence[str] = (), joins_by_id: bool = True, timeout: float = 20
     ) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.devices = list(devices or ["cpu"] * num_workers)
-        self.arguments = (joins_by_id, timeout)
-        self.start()
-
-    def start(self) -> None:
+        devices = list(devices or ["cpu"] * num_workers)
         # What has used a GPU cannot be forked, and what was not must not import all again.
-        context: Any = multiprocessing.get_context("fork" if self.devices[0] == "cpu" else "spawn")
-        self.process = context.Process(target=_serve, args=(self.port, self.devices, *self.arguments))
-        self.process.start()
-        self.owner = os.getpid()
-        for _ in range(3000):
-            if not self._is_down():
-                return
-            time.sleep(0.02)
-        raise AssertionError("the server did not start")
-
-    def stop(self) -> None:
-        os.kill(self.process.pid or 0, signal.SIGKILL)
-        if self.owner == os.getpid():
-            self.process.join()
+        start_method = "fork" if devices[0] == "cpu" else "spawn"
+        super().__init__(_serve, devices, joins_by_id, timeout, start_method=start_method)
 
     @contextmanager
     def restarted(self, num_workers: int = 1) -> Iterator[None]:
         """Run another server at the same place, once the one before has died."""
-        while not self._is_down():
-            time.sleep(0.02)
-        if self.devices[0] == "cpu":
-            self.devices = ["cpu"] * num_workers
-        self.start()
-        try:
+        devices, *others = self.arguments
+        self.arguments = (["cpu"] * num_workers if devices[0] == "cpu" else devices, *others)
+        with super().restarted():
             yield
-        finally:
-            self.stop()
-
-    def _is_down(self) -> bool:
-        try:
-            requests.get(self.url + "/test/up", timeout=5)
-        except requests.ConnectionError:
-            return True
-        return False
-
-    def state(self) -> dict[str, Any]:
-        return dict(requests.get(self.url + "/test/state", timeout=60).json())
-
-    def fail(self, route: str, kind: str, *, after: int = 0) -> None:
-        """Have a request fail: `refuse`, `refuse late` (once the bytes are there), `stall`, `die`.
-
-        Args:
-            route: Which, without its slash.
-            kind: How.
-            after: How many of them succeed before that.
-        """
-        requests.post(self.url + "/test/fail", json={"route": route, "kind": kind, "after": after}, timeout=5)
 
 
 class _Worker:
@@ -206,22 +145,18 @@ class _Engine:
         self.version: str = "default"
         self.is_paused = False
         self.calls: list[str] = []
-        self.faults: dict[str, dict[str, Any]] = {}
+        self.faults = Faults()
         self.busy = threading.Lock()
 
     def fail_if_asked(self, route: str, *, late: bool) -> None:
-        fault = self.faults.get(route)
-        if fault is None or ("late" in fault["kind"]) is not late:
+        kind = self.faults.kind_now(route, of=lambda kind: ("late" in kind) is late)
+        if not kind:
             return
-        fault["after"] -= 1
-        if fault["after"] >= 0:
-            return
-        del self.faults[route]
-        if fault["kind"] == "hide":
+        if kind == "hide":
             raise LookupError(route)
-        if fault["kind"] == "die":
+        if kind == "die":
             os._exit(1)
-        if fault["kind"] == "stall":
+        if kind == "stall":
             time.sleep(1.5)
         raise RuntimeError("CUDA ran out of luck")
 
@@ -251,11 +186,6 @@ class _Engine:
             for future in pending:
                 future.result()
 
-    def answer_test(self, route: str, body: Any) -> Any:
-        if route == "test/fail":
-            self.faults[body["route"]] = body
-        return self.state() if route == "test/state" else None
-
     def state(self) -> dict[str, Any]:
         weights = [digests_of(worker.weights) for worker in self.workers]
         calls, self.calls = self.calls, []
@@ -263,36 +193,16 @@ class _Engine:
         return {"weights": same, "version": self.version, "paused": self.is_paused, "calls": calls}
 
 
-def _answer(engine: _Engine, route: str, query: dict[str, str], body: Any) -> tuple[int, bytes]:
-    """Return the status of an answer, and the answer."""
-    try:
-        answer = engine.answer_test(route, body) if route.startswith("test/") else engine.answer(route, query, body)
-    except LookupError as error:
-        return 404, f"no route {error}".encode()
-    except Exception as error:  # noqa: BLE001  as the server does
-        return 500, f"{type(error).__name__}: {error}".encode()
-    return 200, json.dumps(answer).encode()
-
-
 def _serve(port: int, devices: list[str], joins_by_id: bool, timeout: float) -> None:
     torch.set_num_threads(1)
     engine = _Engine(devices, joins_by_id, timeout)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"null")
-            url = urlsplit(self.path)
-            status, answer = _answer(engine, url.path.strip("/"), dict(parse_qsl(url.query)), body)
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            with suppress(ConnectionError):
-                self.wfile.write(answer)
+    def answer(route: str, query: dict[str, str], body: Any) -> tuple[int, Any]:
+        try:
+            return 200, engine.answer(route, query, body)
+        except LookupError as error:
+            return 404, f"no route {error}"
+        except Exception as error:  # noqa: BLE001  as the server does
+            return 500, f"{type(error).__name__}: {error}"
 
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    serve(port, answer, engine.faults, engine.state)

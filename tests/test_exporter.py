@@ -237,12 +237,14 @@ def test_ranks_that_would_lay_out_files_differently(tmp_path):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_an_export_within_an_export_is_refused(tmp_path):
+@pytest.mark.parametrize("is_same", [True, False], ids=["same", "another"])
+def test_an_export_within_an_export_is_refused(tmp_path, is_same):
     def check() -> None:
         exporter = Exporter(shard(tiny(), "1d", 2))
+        inner = exporter if is_same else Exporter(shard(tiny(), "1d", 2))
         with pytest.raises(UsageError, match="was called within another export"):  # noqa: PT012  as above
             for _ in exporter.tensors():
-                exporter.save(tmp_path / "out")
+                inner.save(tmp_path / "out")
         assert_same(dict(exporter.tensors()), expected_export(tiny()))
 
     run_ranks(check, 2)

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_export import Exporter, save_checkpoint
+from fsdp_export import Exporter, load_checkpoint, save_checkpoint
+from fsdp_export.pending import PendingSave
 from fsdp_export.sinks.host_memory import host_memory
 from fsdp_export.sinks.staged import StagedSink
 
@@ -304,6 +305,31 @@ def test_a_snapshot_on_the_device_waits_for_nothing_that_is_queued(folder):
     handle.wait()
     double(wanted, 1)
     check_written(folder / "out", wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("staging", [None, "device", "host"])
+def test_a_module_on_several_gpus_is_saved_and_loaded(folder, staging):
+    model, wanted = make(layers=8), make(layers=8)
+    for index, layer in enumerate(model.model.layers):
+        layer.to(f"cuda:{index % 2}")
+    for device in range(2):
+        with torch.cuda.device(device):
+            torch.cuda._sleep(500_000_000)
+    double(model, 1)
+    options = {} if staging is None else {"blocking": False, "staging": staging}
+    saved = save_checkpoint(model, folder / "out", max_shard_size="2MB", fsync=False, **options)
+    double(model, 1)
+    if isinstance(saved, PendingSave):
+        saved.wait()
+    double(wanted, 1)
+    check_written(folder / "out", wanted)
+    for device in range(2):
+        with torch.cuda.device(device):
+            torch.cuda._sleep(500_000_000)
+    load_checkpoint(model, folder / "out")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value.cpu(), wanted.state_dict()[name])
 
 
 def test_staging_where_the_device_has_no_room(folder, monkeypatch):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_sglang import FakeSGLang, digests_of
+from fake_server import digests_of
+from fake_sglang import FakeSGLang
 from models import tiny
 from ranks import free_port, run_ranks
 from torch import nn

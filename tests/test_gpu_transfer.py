@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fake_vllm import FakeVLLM, digests_of
+from fake_server import digests_of
+from fake_vllm import FakeVLLM
 from gpu_models import large_layers, make, sharded
 from torch import nn
 

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 from torch.distributed.distributed_c10d import Store
@@ -16,7 +16,7 @@ from ..compat import connect, has_multi_get
 from ..errors import RankError
 from .verdict import Roster
 
-__all__ = ["Absence", "Board", "Link", "poll"]
+__all__ = ["Absence", "Board", "Link", "Turn", "poll"]
 
 WARNING_SECONDS = 5.0
 
@@ -96,17 +96,30 @@ class Board:
             ) from error
 
 
+class Turn:
+    """Whether somebody is within an operation of some ranks; what all fences of these share."""
+
+    is_taken = False
+
+
+class _Line(NamedTuple):
+    """What connects this rank with certain others: two boards for the same keys, so that no beat waits for a report."""
+
+    board: Board
+    heartbeat_board: Board
+    turn: Turn
+
+
 # Kept as long as the store: to connect anew to one whose host died takes torch 300 s, what is connected knows at once.
-_connected: WeakKeyDictionary[Store, dict[str, tuple[Board, Board]]] = WeakKeyDictionary()
+_lines: WeakKeyDictionary[Store, dict[tuple[str, int], _Line]] = WeakKeyDictionary()
 
 
-def _boards(store: Store, prefix: str) -> tuple[Board, Board]:
-    """Return two boards for the same keys, with a connection each, so that no beat waits for the other thread."""
-    boards = _connected.setdefault(store, {})
-    if prefix not in boards:
+def _line(store: Store, prefix: str, index: int) -> _Line:
+    lines = _lines.setdefault(store, {})
+    if (prefix, index) not in lines:
         Board(store).has_all([prefix])
-        boards[prefix] = Board(connect(store, prefix)), Board(connect(store, prefix))
-    return boards[prefix]
+        lines[prefix, index] = _Line(Board(connect(store, prefix)), Board(connect(store, prefix)), Turn())
+    return lines[prefix, index]
 
 
 class Link:
@@ -123,7 +136,7 @@ class Link:
         self.longest_pause = _BACKGROUND_PAUSE if is_background else _PAUSE
         # Where rank 0 hosts it, it ends with the last reference there, whatever is still connected.
         self._kept_store = store if is_background else None
-        self.board, self.heartbeat_board = _boards(store, prefix)
+        self.board, self.heartbeat_board, self.turn = _line(store, prefix, index)
 
     def next_number(self, what: str) -> int:
         """Return the number of the next operation; every rank but rank 0 waits until there is one.

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..compat import default_store
 from ..errors import UsageError
-from .board import Link
+from .board import Link, Turn
 from .operation import Operation, SharedOperation
 from .verdict import Roster
 
@@ -52,11 +52,11 @@ class Fence:
         self.index = ranks.index(rank)
         self.size = len(ranks)
         self.is_lead = self.index == 0
-        self._is_busy = False
         self._link = None
         if self.size > 1:
             store = default_store() if store is None else store
             self._link = Link(ranks, self.index, store, timeout, is_background=is_background)
+        self._turn = self._link.turn if self._link is not None else Turn()
 
     @contextlib.contextmanager
     def operation(self, what: str) -> Iterator[Operation]:
@@ -74,12 +74,12 @@ class Fence:
             ExportError: A rank failed with an error of this package; the same class on every rank.
             RankError: A rank failed with another exception, was interrupted, died or never called.
             DisagreementError: The ranks call different things.
-            UsageError: This process is within an operation of this fence already.
+            UsageError: This process is within an operation of the same ranks already, of this fence or another one.
         """
-        if self._is_busy:
+        if self._turn.is_taken:
             raise UsageError(f"{what} was called within another export of the same ranks", fix="Finish that one first")
         try:
-            self._is_busy = True
+            self._turn.is_taken = True
             if self._link is None:
                 yield Operation()
                 return
@@ -94,7 +94,7 @@ class Fence:
             _clear_frames(error)
             raise
         finally:
-            self._is_busy = False
+            self._turn.is_taken = False
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -198,19 +198,21 @@ def _covering(spec: TensorSpec, shape: Sequence[int], view: View) -> Box:
 
 
 class _Staging:
-    """The memory of one thread, in two parts, one of which is filled while the other is copied to the device."""
+    """The memory of one thread for one device, in two parts, one of which is filled while the other is copied there."""
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._parts = [torch.empty(_DEVICE_BYTES if device is not None else _CAST_BYTES, dtype=torch.uint8)]
+    def __init__(self, device: torch.device, queued: Any) -> None:
+        is_cpu = device.type == "cpu"
+        self._parts = [
+            torch.empty(num_bytes, dtype=torch.uint8)
+            for num_bytes in ([_CAST_BYTES] if is_cpu else [_DEVICE_BYTES, _DEVICE_BYTES])
+        ]
         self.stream: Any = None
         self._events: list[Any] = [None, None]
         self._turn = 0
-        if device is not None:
-            self._parts.append(torch.empty_like(self._parts[0]))
-            module = torch.get_device_module(device)
-            self.stream = module.Stream(device)
-            self.stream.wait_stream(module.current_stream(device))
-        self._pinned = [part for part in self._parts if device is not None and pin(part, device)]
+        if not is_cpu:
+            self.stream = torch.get_device_module(device).Stream(device)
+            self.stream.wait_event(queued)
+        self._pinned = [part for part in self._parts if pin(part, device)]
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """Return memory from which nothing is copied any more; new one where a single element or row is larger."""
@@ -221,7 +223,7 @@ class _Staging:
         return part[:num_bytes] if num_bytes <= part.numel() else torch.empty(num_bytes, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, memory: torch.Tensor) -> None:
-        """Copy to the module's memory what was read into the memory taken last."""
+        """Copy to the module's memory what was read, into the memory taken last or other memory that is not pinned."""
         if target.device.type == "cpu":
             target.copy_(memory)
             return
@@ -242,7 +244,8 @@ class _Reader:
 
     def __init__(self, source: StoredSource, devices: Iterable[torch.device]) -> None:
         self._source = source
-        self._device = next(iter(devices), None)
+        # What the caller's stream still does with the module comes first; other threads do not know that stream.
+        self._queued = {each: torch.get_device_module(each).current_stream(each).record_event() for each in devices}
         self._own = threading.local()
         self._all: list[_Staging] = []
 
@@ -258,9 +261,10 @@ class _Reader:
             if target.device.type == "cpu" and target.dtype == job.spec.dtype:
                 self._source.read(job.spec, box, target)
             else:
-                memory = self._staging.take(job.num_bytes).view(job.spec.dtype).view(box.shape)
+                staging = self._staging(target.device)
+                memory = staging.take(job.num_bytes).view(job.spec.dtype).view(box.shape)
                 self._source.read(job.spec, box, memory)
-                self._staging.copy(target, memory)
+                staging.copy(target, memory)
 
     def close(self) -> None:
         """Wait for all copies."""
@@ -276,14 +280,15 @@ class _Reader:
         rows = torch.empty(box.shape, dtype=job.spec.dtype)
         self._source.read(job.spec, box, rows)
         skipped = box.rows[0] * math.prod(job.spec.shape[1:]) if job.spec.shape else 0
-        job.target.copy_(rows.as_strided(job.target.shape, job.view.strides, job.view.offset - skipped))
+        wanted = rows.as_strided(job.target.shape, job.view.strides, job.view.offset - skipped)
+        self._staging(job.target.device).copy(job.target, wanted)
 
-    @property
-    def _staging(self) -> _Staging:
-        if not hasattr(self._own, "staging"):
-            self._own.staging = _Staging(self._device)
-            self._all.append(self._own.staging)
-        staging: _Staging = self._own.staging
+    def _staging(self, device: torch.device) -> _Staging:
+        own, key = vars(self._own), str(device)
+        if key not in own:
+            own[key] = _Staging(device, self._queued.get(device))
+            self._all.append(own[key])
+        staging: _Staging = own[key]
         return staging
 
 

@@ -40,7 +40,8 @@ class EngineSink(Sink):
     Every wait in these must end in time. Whoever raises in one of them ends the update on all ranks.
 
     Args:
-        bucket_bytes: Bytes that are sent at a time. The tensors of one module are sent together even if they are more.
+        bucket_bytes: Bytes that are sent at a time. Tensors of one module that come one after the other are sent
+            together even if they are more.
         timeout: Seconds to wait for the engine, each time.
 
     Attributes:
@@ -98,8 +99,7 @@ class EngineSink(Sink):
             self._await_oldest()
         bucket = self._packer.add(piece.info, piece.tensor)
         if bucket is not None:
-            device = bucket.buffer.device
-            filled = None if device.type == "cpu" else torch.get_device_module(device).current_stream().record_event()
+            filled = _recorded(bucket.buffer.device)
             self._sending.append(self._thread.submit(self._send_filled, bucket, filled))
 
     def close(self) -> None:
@@ -182,6 +182,11 @@ class EngineSink(Sink):
     def _interrupt(self) -> None: ...
 
     def _cancel(self) -> None: ...
+
+
+def _recorded(device: torch.device) -> Any:
+    """Return an event of all that is queued on a device's current stream, whichever device is the current one."""
+    return None if device.type == "cpu" else torch.get_device_module(device).current_stream(device).record_event()
 
 
 def _side_stream(device: torch.device, filled: Any) -> Any:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from http import HTTPStatus
 from typing import Any, Literal
 
 from ..errors import SinkError, UsageError
-from ..transfer.servers import Pending, RefusedError, Server, on_all, servers_at
+from ..transfer.servers import Pending, Server, on_all, servers_at
 
 __all__ = ["EngineControl", "EngineKind"]
 
@@ -84,13 +83,10 @@ class EngineControl:
         """
         self._is_mixed = True
         if self._is_vllm:
-            return Pending(self._servers, lambda server: server.post("/collective_rpc", work, timeout=timeout))
-        body = {**work, "weight_version": version, "flush_cache": self._flush_cache}
-
-        def request(server: Server) -> None:
-            _check(server.post(route, body, timeout=timeout), f"{server} failed to update its weights")
-
-        return Pending(self._servers, request)
+            route = "/collective_rpc"
+        else:
+            work = {**work, "weight_version": version, "flush_cache": self._flush_cache}
+        return Pending(self._servers, lambda server: server.post(route, work, timeout=timeout))
 
     def result(self, update: Pending[Any], timeout: float) -> None:
         """Wait for the answers to an update."""
@@ -116,24 +112,7 @@ class EngineControl:
 
     def _finish(self, server: Server, version: str, *, is_asked_for: bool) -> None:
         if self._flush_cache:
-            answer = server.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-            _check(answer, f"{server} did not drop its prefix cache")
-            _post_if_known(server, "/reset_encoder_cache")
-        if is_asked_for:
-            server.post("/update_weight_version", {"new_version": version})
-        else:
-            _post_if_known(server, "/update_weight_version", {"new_version": version})
-
-
-def _check(answer: Any, what: str) -> None:
-    if isinstance(answer, Mapping) and answer.get("success") is False:
-        raise SinkError(what, found=answer.get("message"))
-
-
-def _post_if_known(server: Server, route: str, body: Any = None) -> None:
-    """Make a request that older servers do not know."""
-    try:
-        server.post(route, body)
-    except RefusedError as error:
-        if error.status != HTTPStatus.NOT_FOUND:
-            raise
+            server.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            server.post_if_known("/reset_encoder_cache")
+        post = server.post if is_asked_for else server.post_if_known
+        post("/update_weight_version", {"new_version": version})

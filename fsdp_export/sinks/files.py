@@ -162,7 +162,7 @@ class FileSink(Sink):
 
         with self._opening:
             if self._ring is None:
-                self._ring = PinnedRing(tensor.device)
+                self._ring = PinnedRing(tensor.device.type)
             self._ring.write(tensor, offset, write)
 
     def copy(self, piece: StoredPiece) -> None:

@@ -142,10 +142,7 @@ class LoRAServers:
         self._post(server, "unload_lora_adapter", {"lora_name": self.name_of(folder)})
 
     def _post(self, server: Server, route: str, body: Mapping[str, Any]) -> None:
-        path = f"{self._prefix}/{route}"
-        answer = server.post(path, body)
-        if isinstance(answer, Mapping) and answer.get("success") is False:
-            raise SinkError(f"POST {server}{path} was refused", found=answer.get("error_message"))
+        server.post(f"{self._prefix}/{route}", body)
 
     def _remove_old(self) -> None:
         while self.keep is not None and len(self.loaded) > self.keep:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -21,15 +22,15 @@ Write = Callable[[memoryview, int], None]
 
 
 class PinnedRing:
-    """Copies tensors to the host on a stream of its own and writes them from threads, in no particular order.
+    """Copies tensors to the host on streams of its own and writes them from threads, in no particular order.
 
     Args:
-        device: Where the tensors are.
+        kind: The type of the devices that tensors are on; a module may lie on several.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._module = torch.get_device_module(device)
-        self._stream = self._module.Stream(device)
+    def __init__(self, kind: str) -> None:
+        self._module = torch.get_device_module(kind)
+        self._streams: dict[torch.device, Any] = {}
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_NUM_SLOTS):
             self._free.put(torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=True))
@@ -40,24 +41,24 @@ class PinnedRing:
         """Queue the bytes of a contiguous tensor. Waits only for a free slot.
 
         Args:
-            tensor: A tensor on the ring's device. It may be dropped at once.
+            tensor: A tensor on a device. It may be dropped at once.
             offset: Where its first byte goes.
             write: Called from a thread for every slot.
 
         Raises:
             Exception: What an earlier `write` raised.
         """
-        flat = bytes_of(tensor)
-        self._stream.wait_stream(self._module.current_stream(tensor.device))
+        flat, stream = bytes_of(tensor), self._stream(tensor.device)
+        stream.wait_stream(self._module.current_stream(tensor.device))
         for begin in range(0, flat.numel(), _SLOT_BYTES):
             self._raise_first()
             slot = self._free.get()
             chunk = flat[begin : begin + _SLOT_BYTES]
-            with self._stream:
+            with stream:
                 slot[: chunk.numel()].copy_(chunk, non_blocking=True)
-                event = self._stream.record_event()
+                event = stream.record_event()
             self._pending.append(self._threads.submit(self._drain, slot, chunk.numel(), event, offset + begin, write))
-        tensor.record_stream(self._stream)
+        tensor.record_stream(stream)
 
     def wait(self) -> None:
         """Wait until everything is written.
@@ -72,6 +73,11 @@ class PinnedRing:
     def close(self) -> None:
         """Stop the threads and drop the memory, and what is still queued."""
         self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _stream(self, device: torch.device) -> Any:
+        if device not in self._streams:
+            self._streams[device] = self._module.Stream(device)
+        return self._streams[device]
 
     def _drain(self, slot: torch.Tensor, num_bytes: int, event: torch.Event, offset: int, write: Write) -> None:
         try:

@@ -68,7 +68,7 @@ class Control:
 
         def join(server: Server) -> Any:
             place = {"master_address": address or address_towards(server.url), "master_port": group.port}
-            return _post(server, "/init_weights_update_group", {**place, "rank_offset": first_ranks[server], **common})
+            return server.post("/init_weights_update_group", {**place, "rank_offset": first_ranks[server], **common})
 
         return Pending(self.servers, join)
 
@@ -87,11 +87,12 @@ class Control:
         def begin(server: Server) -> bool:
             body = {"selector": self._selector}
             try:
-                return _post(server, "/begin_weight_update", body, optional=True)
+                return server.post_if_known("/begin_weight_update", body)
             except RefusedError:
                 with suppress(RefusedError):
-                    _post(server, "/end_weight_update", {})
-                return _post(server, "/begin_weight_update", body)
+                    server.post("/end_weight_update", {})
+                server.post("/begin_weight_update", body)
+                return True
 
         have = on_all(self.servers, begin)
         if any(have) and not all(have):
@@ -112,7 +113,7 @@ class Control:
         }
         if self._has_session:
             body["selector"] = self._selector
-        return Pending(self.servers, lambda server: _post(server, "/update_weights_from_distributed", body))
+        return Pending(self.servers, lambda server: server.post("/update_weights_from_distributed", body))
 
     def end(self) -> None:
         """End the session."""
@@ -126,12 +127,12 @@ class Control:
             patience: Seconds that a server may take until no request runs.
         """
         query = {"timeout": f"{patience:g}"}
-        on_all(self.servers, lambda server: _post(server, "/flush_cache", params=query))
+        on_all(self.servers, lambda server: server.post("/flush_cache", params=query))
 
     def set_version(self, version: str) -> None:
         """Say what the weights are called. Older servers have no such thing."""
         body = {"new_version": version, "abort_all_requests": False}
-        on_all(self.servers, lambda server: _post(server, "/update_weight_version", body, optional=True))
+        on_all(self.servers, lambda server: server.post_if_known("/update_weight_version", body))
 
     def leave(self, group_name: str, *, is_session: bool, pause: str | None, resume: bool) -> list[SinkError]:
         """Tell all servers that an update is off, as far as they listen; never raises.
@@ -154,7 +155,7 @@ class Control:
         def leave(server: Server) -> None:
             for path, body in requests:
                 try:
-                    _post(server, path, body, timeout=min(_FAREWELL_SECONDS, self._timeout))
+                    server.post(path, body, timeout=min(_FAREWELL_SECONDS, self._timeout))
                 except RefusedError as error:
                     if "destroy" not in path:  # there may be none
                         errors.append(error)
@@ -166,27 +167,7 @@ class Control:
         return errors
 
     def _on_all(self, path: str, body: Any) -> None:
-        on_all(self.servers, lambda server: _post(server, path, body))
-
-
-def _post(server: Server, path: str, body: Any = None, *, optional: bool = False, **options: Any) -> bool:
-    """Make a request.
-
-    Returns:
-        Whether the server has such a route.
-
-    Raises:
-        SinkError: It failed; or there is no such route, unless it is optional.
-    """
-    try:
-        answer = server.post(path, body, **options)
-    except RefusedError as error:
-        if optional and error.status == HTTPStatus.NOT_FOUND:
-            return False
-        raise
-    if isinstance(answer, Mapping) and answer.get("success") is False:
-        raise RefusedError(f"POST {server}{path}", status=HTTPStatus.OK, found=answer.get("message"))
-    return True
+        on_all(self.servers, lambda server: server.post(path, body))
 
 
 def _workers(server: Server) -> Workers:

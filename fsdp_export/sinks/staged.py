@@ -106,10 +106,10 @@ class StagedSink(Sink):
     def close(self) -> None:
         """Take care that the module may change from now on.
 
-        Copies to the host have ended. Those on the device are on the current stream: what is queued there later comes
-        after them, and nobody waits.
+        Copies to the host have ended, and those on several devices. Those on one are on the current stream: what is
+        queued there later comes after them, and nobody waits.
         """
-        if self._copies_to_host:
+        if self._copies_to_host or len(self._streams) > 1:
             self._settle()
         self._threads.close()
         self._copied = [stream.record_event() for stream in self._streams]

@@ -111,9 +111,10 @@ class Control:
         """Drop what was computed with other weights. Requests that were kept are computed anew."""
 
         def request(server: Server) -> None:
-            answer = server.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-            if isinstance(answer, dict) and answer.get("success") is False:
-                raise SinkError(f"{server} did not drop its prefix cache", fix="Is a request still in transfer there?")
+            try:
+                server.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
+            except RefusedError as error:
+                raise SinkError(str(error), fix="Is a request still in transfer there?") from error
             server.post("/reset_encoder_cache")
 
         self._ask(request)

@@ -1,7 +1,8 @@
 """Whole tensors laid one after the other into buckets of bytes, planned before the first one is gathered.
 
 Engines join some tensors that come in one bucket (the projections of attention, gate and up, a weight and its scale),
-and some of them do so only then: what belongs to one module is never split between two buckets.
+and some of them do so only then: what belongs to one module and comes without a break is never split between two
+buckets. What does not is the experts of several fused tensors, which no engine joins (gate and up come as one).
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def lay_out(infos: Iterable[TensorInfo], max_bytes: int, *, align: int = 1) -> l
 
     Args:
         infos: The tensors in the order in which they will come.
-        max_bytes: Bytes of a bucket; what belongs to one module and takes more gets a larger one of its own.
+        max_bytes: Bytes of a bucket; what must not be split and takes more gets a larger one of its own.
         align: Tensors begin at multiples of this many bytes.
     """
     buckets: list[list[TensorInfo]] = []

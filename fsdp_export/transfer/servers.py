@@ -86,10 +86,24 @@ class Server:
             timeout: Seconds to wait for the answer; default: the server's.
 
         Raises:
-            RefusedError: The answer is an HTTP error, whose body the message has.
+            RefusedError: The answer is an HTTP error, whose body the message has, or says that it is no success.
             SinkError: There is no server, or no answer in time.
         """
-        return self._ask("POST", path, body, params, timeout)
+        answer = self._ask("POST", path, body, params, timeout)
+        if isinstance(answer, Mapping) and answer.get("success") is False:
+            found = answer.get("message") or answer.get("error_message") or answer
+            raise RefusedError(f"POST {self.url}{path}", status=HTTPStatus.OK, found=found)
+        return answer
+
+    def post_if_known(self, path: str, body: Any = None) -> bool:
+        """Send a POST request that older servers do not know; tell whether this one does. Otherwise as `post`."""
+        try:
+            self.post(path, body)
+        except RefusedError as error:
+            if error.status != HTTPStatus.NOT_FOUND:
+                raise
+            return False
+        return True
 
     def get(self, path: str, *, params: Mapping[str, str] | None = None, timeout: float | None = None) -> Any:
         """Send a GET request; otherwise as `post`."""

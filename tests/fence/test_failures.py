@@ -275,11 +275,14 @@ def test_a_slow_rank_finds_the_verdict_that_others_raised_already() -> None:
         assert outcome.next_values == ("0", "1", "2")
 
 
-def test_a_nested_operation_is_refused_on_all_ranks() -> None:
+@pytest.mark.parametrize("is_same", [True, False], ids=["same-fence", "other-fence"])
+def test_a_nested_operation_is_refused_on_all_ranks(is_same: bool) -> None:
     def on_rank() -> Outcome:
         fence = fence_of_all()
-        return attempt(fence, lambda _: fence.operation("load").__enter__())
+        inner = fence if is_same else fence_of_all()
+        return attempt(fence, lambda _: inner.operation("load").__enter__())
 
     for outcome in run_ranks(on_rank, 2):
         assert outcome.kind == "UsageError"
         assert outcome.text.startswith("load was called within another export")
+        assert outcome.next_values == ("0", "1")

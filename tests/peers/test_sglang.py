@@ -12,7 +12,7 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
-from fake_sglang import digests_of
+from fake_server import digests_of
 from hub_models import hub_model
 from models import shard, tiny
 from peers.sglang_server import Server, define_operators_of_torchvision

@@ -79,6 +79,15 @@ def test_views_that_are_not_contiguous(tmp_path):
     assert_exported(tmp_path)
 
 
+@pytest.mark.parametrize("fsync", [True, False])
+def test_bytes_go_to_the_disk_while_more_are_written(tmp_path, fsync, monkeypatch):
+    monkeypatch.setattr("fsdp_export.sinks.writeback._BYTES_BETWEEN", 1)
+    synced, fdatasync = [], os.fdatasync
+    monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(fdatasync(file)))
+    export(FileSink(tmp_path, fsync=fsync))
+    assert bool(synced) == fsync
+
+
 def test_every_file_is_opened_once_to_write(tmp_path, monkeypatch):
     opened: list[str] = []
     real_open = os.open

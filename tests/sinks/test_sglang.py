@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from exports import expected_export
-from fake_sglang import STALL_SECONDS, FakeSGLang, digests_of
+from fake_server import digests_of
+from fake_sglang import STALL_SECONDS, FakeSGLang
 from hub_models import hub_model
 from models import shard, tiny
 from ranks import free_port, run_ranks

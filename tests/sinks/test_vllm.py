@@ -10,7 +10,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 from exports import expected_export
-from fake_vllm import FakeVLLM, digests_of
+from fake_server import digests_of
+from fake_vllm import FakeVLLM
 from gloo_wire import OverGloo
 from models import shard, tiny
 from ranks import run_ranks

@@ -25,6 +25,10 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif self.path == "/refuse":
             self._answer(500, b"CUDA ran out of luck")
+        elif self.path == "/fail":
+            self._answer(200, b'{"success": false, "message": "a cache that is in use"}')
+        elif self.path == "/unknown":
+            self._answer(404, b"Not Found")
         elif self.path == "/text":
             self._answer(200, b"fine")
         else:
@@ -75,6 +79,20 @@ def test_what_is_sent_arrives(url):
 def test_a_refusal_brings_the_body_of_the_answer(url):
     with pytest.raises(SinkError, match=rf"POST {url}/refuse was refused: found HTTP 500: CUDA ran out of luck"):
         Server(url, 5).post("/refuse")
+
+
+def test_an_answer_that_says_that_it_is_no_success_is_a_refusal(url):
+    with pytest.raises(SinkError, match=rf"POST {url}/fail was refused: found a cache that is in use"):
+        Server(url, 5).post("/fail")
+
+
+def test_a_route_that_older_servers_lack_may_be_missing_but_not_refuse(url):
+    server = Server(url, 5)
+    assert server.post_if_known("/text")
+    assert not server.post_if_known("/unknown")
+    for route in ("/refuse", "/fail"):
+        with pytest.raises(SinkError, match=f"{route} was refused"):
+            server.post_if_known(route)
 
 
 def test_a_server_that_stalls_is_named(url):
