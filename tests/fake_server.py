@@ -59,9 +59,11 @@ class FakeServer:
         raise AssertionError("the server did not start")
 
     def stop(self) -> None:
-        os.kill(self.process.pid or 0, signal.SIGKILL)
         if self.owner == os.getpid():
+            self.process.kill()
             self.process.join()
+        else:
+            os.kill(self.process.pid or 0, signal.SIGKILL)
 
     @contextmanager
     def restarted(self) -> Iterator[None]:
