@@ -187,7 +187,9 @@ def test_device_memory_is_bounded_by_buckets_of_experts():
     before = torch.cuda.memory_allocated()
     names = [name for name, _ in exporter.tensors()]
     assert sum(".experts." in name for name in names) == 2 * 3 * 128
-    assert torch.cuda.max_memory_allocated() - before <= 4 * bucket_bytes
+    # Two buckets, the one whose last expert the loop still has, and what is sent and received in one piece.
+    buckets = 2 + 1 + (1 + 1 / dist.get_world_size())
+    assert torch.cuda.max_memory_allocated() - before <= buckets * bucket_bytes
 
 
 @pytest.mark.parametrize("kind", OFFLOAD)
