@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,18 +111,15 @@ def load(
     ranks, rank = find_ranks(model)
     has_begun = False
     try:
-        with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation:
+        with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation, ExitStack() as opened:
             wait_for_latest()
-            plan = _planned(model, path, rank, cast=cast, adapter=adapter, prefix=prefix)
+            plan = _planned(model, path, rank, opened, cast=cast, adapter=adapter, prefix=prefix)
             _check(model, plan, ranks, operation, strict=strict)
             values = initial_values(model, _uncovered(model, plan.match, plan.target))
             _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
             has_begun = True
-            try:
-                materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
-                _fill(model, plan, operation, count)
-            finally:
-                plan.source.close()
+            materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
+            _fill(model, plan, operation, count)
     except Exception as failure:
         if has_begun:
             raise _in_part(failure) from failure
@@ -146,10 +144,12 @@ def _in_part(failure: Exception) -> ExportError:
 
 
 @without_collection()
-def _planned(model: nn.Module, path: Path, rank: int, *, cast: bool, adapter: Any, prefix: str | None) -> _Plan:
+def _planned(
+    model: nn.Module, path: Path, rank: int, opened: ExitStack, *, cast: bool, adapter: Any, prefix: str | None
+) -> _Plan:
     """Open the checkpoint and find out what goes where. Local, and nothing but headers is read."""
     is_adapter = is_folder(path) and is_file(path / _ADAPTER_FILE) and not is_file(path / "config.json")
-    source = open_source(path / _ADAPTER_FILE if is_adapter else path, prefix=prefix)
+    source = opened.enter_context(closing(open_source(path / _ADAPTER_FILE if is_adapter else path, prefix=prefix)))
     target = target_of(model, [spec.name for spec in source.specs], adapter)
     is_sharded = isinstance(source, (DcpSource, RankFilesSource))
     return _Plan(path, source, target, match(target, source.specs, is_sharded=is_sharded, casts=cast), rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,11 @@ def test_all_that_does_not_fit_is_told_at_once(folder: Path) -> None:
         "table: expected float32, found int32. Load it into the model that it was saved from."
     )
     assert "missing" not in refused(tiny(), folder, strict=False)
+    with pytest.raises(SourceError) as caught:
+        load_checkpoint(tiny(), folder)
+    opened = [Path(os.path.realpath(link)) for link in Path("/proc/self/fd").iterdir()]
+    assert not [path for path in opened if path.is_relative_to(folder)]
+    assert "does not fit" in str(caught.value)
 
 
 def test_what_is_missing_and_unexpected_may_be_passed_over(folder: Path) -> None:

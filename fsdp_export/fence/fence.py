@@ -97,11 +97,16 @@ class Fence:
             self._turn.is_taken = False
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Forget the variables of what has ended with an error, such as buckets on the device; the traceback stays.
 
     Whoever keeps the error would keep them, as does the error itself where they lead back to it.
     """
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    causes: list[BaseException | None] = [error]
+    seen = set()
+    while causes:
+        cause = causes.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            traceback.clear_frames(cause.__traceback__)
+            causes += [cause.__cause__, cause.__context__]

@@ -61,7 +61,7 @@ class WorkerLink:
         self._zmq = zmq
         self._worker, self._timeout, self._watch = worker, timeout, watch
         self._is_stopped = threading.Event()
-        self._has_met = False
+        self._has_met = self._is_off = False
         context: Any = zmq.Context.instance()
         self._socket = context.socket(zmq.DEALER)
         self._socket.linger = 0
@@ -123,8 +123,9 @@ class WorkerLink:
         Args:
             reason: What the worker raises.
         """
-        if self._socket.closed:
+        if self._is_off or self._socket.closed:
             return
+        self._is_off = True
         farewell = RuntimeError(reason)
         if self._say_farewell(farewell) or self._has_met:
             self._socket.close(_LINGER_MILLISECONDS)
