@@ -101,9 +101,14 @@ def fill(model: Any, value: float) -> None:
             parameter.fill_(value)
 
 
+# Two threads within `from_pretrained` can leave its class without `tie_weights` for good.
+loading = threading.Lock()
+
+
 def value_in(folder: str | Path) -> float:
     """Return the value that a model in a folder is filled with."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    with loading:
+        model = AutoModelForCausalLM.from_pretrained(folder)
     values = {value for parameter in model.parameters() for value in parameter.detach().unique().tolist()}
     (value,) = values
     return float(value)
