@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from torch import nn
 from .agreement import agree_on_files
 from .errors import DisagreementError, ExportError, SourceError, UsageError, listing
 from .fence import Fence, Operation
+from .loading.hooks import MadeByHooks, check_hooks
 from .loading.matching import Match, match
 from .loading.materializing import initial_values, materialize, tensors_on_meta
 from .loading.memory import check_memory
@@ -113,13 +114,15 @@ def load(
     try:
         with Fence(ranks, rank, timeout=timeout).operation("load_checkpoint") as operation, ExitStack() as opened:
             wait_for_latest()
-            plan = _planned(model, path, rank, opened, cast=cast, adapter=adapter, prefix=prefix)
-            _check(model, plan, ranks, operation, strict=strict)
+            source = opened.enter_context(closing(_opened(path, prefix)))
+            operation.agree()  # a hook that makes a state dict may be collective
+            plan = _planned(model, path, source, rank, cast=cast, adapter=adapter)
+            made = _check(model, plan, ranks, operation, strict=strict)
             values = initial_values(model, _uncovered(model, plan.match, plan.target))
             _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
             has_begun = True
             materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
-            _fill(model, plan, operation, count)
+            _fill(model, plan, made, operation, count)
     except Exception as failure:
         if has_begun:
             raise _in_part(failure) from failure
@@ -143,25 +146,32 @@ def _in_part(failure: Exception) -> ExportError:
     return SourceError(f"{what}: {type(failure).__name__}: {failure}")
 
 
-@without_collection()
-def _planned(
-    model: nn.Module, path: Path, rank: int, opened: ExitStack, *, cast: bool, adapter: Any, prefix: str | None
-) -> _Plan:
-    """Open the checkpoint and find out what goes where. Local, and nothing but headers is read."""
+def _opened(path: Path, prefix: str | None) -> StoredSource:
     is_adapter = is_folder(path) and is_file(path / _ADAPTER_FILE) and not is_file(path / "config.json")
-    source = opened.enter_context(closing(open_source(path / _ADAPTER_FILE if is_adapter else path, prefix=prefix)))
+    return open_source(path / _ADAPTER_FILE if is_adapter else path, prefix=prefix)
+
+
+@without_collection()
+def _planned(model: nn.Module, path: Path, source: StoredSource, rank: int, *, cast: bool, adapter: Any) -> _Plan:
+    """Find out what goes where. Local, but for hooks of the module, and nothing but headers is read."""
     target = target_of(model, [spec.name for spec in source.specs], adapter)
     is_sharded = isinstance(source, (DcpSource, RankFilesSource))
     return _Plan(path, source, target, match(target, source.specs, is_sharded=is_sharded, casts=cast), rank)
 
 
-def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Operation, *, strict: bool) -> None:
-    """Look at names, the files that this rank reads, the memory for them, and at a part of what must be equal."""
+def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Operation, *, strict: bool) -> set[str]:
+    """Look at names, the files that this rank reads, the memory for them, and at a part of what must be equal.
+
+    Returns:
+        The names of what hooks make.
+    """
     error = plan.match.error(plan.source.folder, strict=strict)
     if error is not None:
         raise error
     plan.reading.check()
-    shared = check_memory(model, partial(_locals, model, plan, may_be_meta=True))
+    operation.agree()
+    shared, made = check_memory(model, partial(_locals, model, plan, may_be_meta=True))
+    check_hooks(model, made)
     part, parts = ranks.index(plan.rank), len(ranks)
     for one, other in (*plan.match.twice, *plan.match.sources(shared)):
         rows = (one.num_rows * part // parts, one.num_rows * (part + 1) // parts)
@@ -173,6 +183,7 @@ def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Opera
                 found=f"others than of {other.name!r}",
                 fix="Load it into a model whose weights are not tied (tie_word_embeddings=False)",
             )
+    return made
 
 
 def _uncovered(model: nn.Module, found: Match, target: Target) -> list[str]:
@@ -225,13 +236,16 @@ def _digest(value: object) -> str:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, plan: _Plan, operation: Operation, delivered: Delivered) -> None:
+def _fill(model: nn.Module, plan: _Plan, names: Collection[str], operation: Operation, delivered: Delivered) -> None:
     """Change the values of the module. Collective."""
-    locals_ = _locals(model, plan)
+    made = MadeByHooks(model, names)
+    locals_ = _locals(model, plan) | made.locals_
     plan.reading.read(locals_, operation, delivered)
     for local in locals_.values():
         torch.autograd.graph.increment_version(local)
     operation.agree()
+    if names:
+        made.load()
 
 
 def _locals(model: nn.Module, plan: _Plan, *, may_be_meta: bool = False) -> dict[str, torch.Tensor]:

@@ -20,7 +20,9 @@ _OWN_MEMORY = "Give the module a tensor of its own there (clone() makes one)"
 
 
 @torch.no_grad()
-def check_memory(model: nn.Module, read: Callable[[], Mapping[str, torch.Tensor]]) -> list[tuple[str, str]]:
+def check_memory(
+    model: nn.Module, read: Callable[[], Mapping[str, torch.Tensor]]
+) -> tuple[list[tuple[str, str]], set[str]]:
     """Refuse tensors of a module that cannot take values of their own.
 
     Args:
@@ -28,10 +30,11 @@ def check_memory(model: nn.Module, read: Callable[[], Mapping[str, torch.Tensor]
         read: Returns this rank's blocks by name; some may be on meta, which will get memory.
 
     Returns:
-        Pairs of names that are one and the same memory, so that they can have but the same values.
+        Pairs of names that are one and the same memory, so that they can have but the same values; and the names of
+        copies of what the module holds.
 
     Raises:
-        SourceError: One is a copy of what the module holds, its elements share memory, or it shares some with another.
+        SourceError: The elements of one share memory, or it shares some with another.
     """
     locals_ = read()
     known = {storage_of(local_of(tensor)) for _, _, _, tensor in own_tensors(model)}
@@ -39,27 +42,21 @@ def check_memory(model: nn.Module, read: Callable[[], Mapping[str, torch.Tensor]
     is_own = all(storage_of(local) in known for local in locals_.values() if local.numel())
     again = locals_ if is_own else read()
     by_storage: dict[int, list[str]] = defaultdict(list)
+    copies = set()
     for name, local in locals_.items():
         if not local.numel():
             continue
         if storage_of(local) != storage_of(again[name]):
-            raise SourceError(
-                "a copy in the state dict of the module, into which nothing can be loaded,",
-                name=name,
-                fix="Take away the hook that makes it; or store what conj() returned with resolve_conj()",
-            )
+            copies.add(name)
+            continue
         if local.is_meta:
             continue
         if _may_overlap(local) and _overlaps(local):
             found = f"shape {list(local.shape)} with strides {list(local.stride())}"
             raise SourceError("elements that share memory", name=name, found=found, fix=_OWN_MEMORY)
         by_storage[storage_of(local)].append(name)
-    return [
-        pair
-        for names in by_storage.values()
-        if len(names) > 1
-        for pair in _shared({name: locals_[name] for name in names})
-    ]
+    several = [names for names in by_storage.values() if len(names) > 1]
+    return [pair for names in several for pair in _shared({name: locals_[name] for name in names})], copies
 
 
 def _shared(views: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:

@@ -42,12 +42,12 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
             name = next(name for name, module in model.named_modules() if type(module) is kind)
             fix = "Wrap the model with fully_shard (FSDP2) instead"
             raise SourceError("an FSDP1 module, whose shards are flat", name=name or type(model).__name__, fix=fix)
-    ddp_modules = _ddp_modules(model)
+    wrappers = ddp_modules(model)
     tensors: dict[str, torch.Tensor] = {}
     for raw_name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):
             continue
-        name = strip_wrappers(raw_name, ddp_modules)
+        name = strip_wrappers(raw_name, wrappers)
         if name in tensors:
             raise PlanError("two names become one without the segments of wrappers", name=name, found=raw_name)
         tensors[name] = value
@@ -82,7 +82,8 @@ def _largest_mesh(tensors: Iterable[torch.Tensor]) -> DeviceMesh | None:
     return max(meshes.values(), key=lambda mesh: mesh.mesh.numel(), default=None)
 
 
-def _ddp_modules(model: nn.Module) -> list[str]:
+def ddp_modules(model: nn.Module) -> list[str]:
+    """Return the names of the DDP modules in a module."""
     modules = model.named_modules(remove_duplicate=False)
     return [name for name, module in modules if isinstance(module, DistributedDataParallel)]
 
@@ -214,9 +215,9 @@ class LiveSource:
     def _replaced(self, own: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Put given values in the place of the module's own."""
         given: dict[str, object] = {}
-        ddp_modules = _ddp_modules(self._model)
+        wrappers = ddp_modules(self._model)
         for raw_name, value in values.items():
-            name = strip_wrappers(raw_name, ddp_modules)
+            name = strip_wrappers(raw_name, wrappers)
             if name in given:
                 raise UsageError("two names in state_dict become one", name=name, found=raw_name)
             given[name] = value

@@ -12,12 +12,13 @@ import torch
 import transformers
 from dcp_folders import save
 from exports import assert_same
+from loading import assert_holds, snapshot, spoiled
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torchtitan.models import llama3, qwen3
 
-from fsdp_export import Exporter, export_checkpoint
+from fsdp_export import Exporter, export_checkpoint, load_checkpoint, save_checkpoint
 
 FLAVORS = {"llama3": (llama3, "debugmodel"), "qwen3": (qwen3, "debugmodel"), "qwen3_moe": (qwen3, "debugmodel_moe")}
 
@@ -43,10 +44,7 @@ def test_a_sharded_checkpoint_is_what_the_adapter_makes_of_the_full_model(flavor
     spec = spec_of(*FLAVORS[flavor])
 
     def train() -> None:
-        model = build(spec)
-        for layer in model.layers.values():
-            fully_shard(layer)
-        fully_shard(model)
+        model = sharded(build(spec))
         save(tmp_path / "step-10", {**model.state_dict(), "train_state": {"step": 10}})
         adapter = spec.state_dict_adapter(spec.model, None)
         Exporter(model, adapter=adapter).save(tmp_path / "live", format="safetensors", fsync=False)
@@ -61,6 +59,32 @@ def test_a_sharded_checkpoint_is_what_the_adapter_makes_of_the_full_model(flavor
         saved = load_file(tmp_path / folder / "model.safetensors")
         assert saved.keys() == expected.keys()
         assert_same({name: saved[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("flavor", FLAVORS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_its_adapter_made_is_loaded_into_shards_of_its_model(flavor, world_size, tmp_path):
+    spec = spec_of(*FLAVORS[flavor])
+    export = {"adapter": spec.state_dict_adapter(spec.model, None), "format": "safetensors", "fsync": False}
+    save_checkpoint(build(spec), tmp_path / "hf", **export)
+    save(tmp_path / "step-10", build(spec).state_dict())
+
+    def load() -> None:
+        for path, adapter in (("hf", spec.state_dict_adapter(spec.model, None)), ("step-10", None)):
+            expected, model = snapshot(sharded(build(spec))), spoiled(sharded(build(spec)))
+            report = load_checkpoint(model, tmp_path / path, adapter=adapter, strict=False)
+            # What balances experts is no part of a checkpoint of Hugging Face.
+            lost = [name for name in expected if path == "hf" and name.endswith("expert_bias_E")]
+            assert list(report.missing) == lost
+            assert_holds(model, expected | {name: torch.full_like(expected[name], 3) for name in lost})
+
+    run_ranks(load, world_size)
+
+
+def sharded(model: Any) -> Any:
+    for layer in model.layers.values():
+        fully_shard(layer)
+    return fully_shard(model)
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen3"])

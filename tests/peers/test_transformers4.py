@@ -11,7 +11,12 @@ import tokenizers
 import torch
 import transformers
 from hub_models import HUB_MODELS, logits_of
+from loading import assert_holds, snapshot, spoiled
+from models import shard
+from ranks import run_ranks
 from transformers.utils import logging
+
+from fsdp_export import load_checkpoint
 
 TESTS = Path(__file__).parents[1]
 
@@ -69,6 +74,21 @@ def test_what_was_exported_with_5_gives_the_same_logits_in_4(how, kind, exported
     assert {key: value for key, value in info.items() if value} == {}
     expected = torch.load(folder / "logits.pt")
     torch.testing.assert_close(logits_of(model), expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shards_of_models_of_4_take_what_was_exported_with_5(kind, exported):
+    folder = exported / "made" / kind
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    expected = getattr(transformers, name).from_pretrained(folder)
+
+    def load() -> None:
+        values = snapshot(shard(expected, "1d", 2))
+        model = spoiled(shard(getattr(transformers, name)(expected.config), "1d", 2))
+        load_checkpoint(model, folder)
+        assert_holds(model, values)
+
+    run_ranks(load, 2)
 
 
 def test_what_4_saves_is_what_we_write():

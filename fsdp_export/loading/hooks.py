@@ -1,0 +1,106 @@
+"""Tensors that hooks make as a state dict is taken: they are loaded through the module's own `load_state_dict`.
+
+Of a projection that torchtitan has fused, say, the state dict has the parts, and a hook of the module puts them
+together again as they are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..compat import local_of
+from ..conversion.trace import storage_of
+from ..errors import SourceError
+from ..names import strip_wrappers
+from ..sources.live import ddp_modules
+from .materializing import own_tensors
+
+__all__ = ["MadeByHooks", "check_hooks"]
+
+_FIX = "Take away the hook that makes it, or register one that undoes it as the module is loaded"
+
+
+class MadeByHooks:
+    """Some tensors of a module's state dict, to be filled and loaded. Collective where the hooks are.
+
+    Args:
+        model: The module.
+        names: Which, without the segments of wrappers.
+
+    Attributes:
+        locals_: This rank's blocks, by name; memory of their own.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        self._model = model
+        self._tensors: dict[str, torch.Tensor] = {}
+        self.locals_: dict[str, torch.Tensor] = {}
+        wrappers = ddp_modules(model) if names else []
+        for raw_name, value in model.state_dict(keep_vars=True).items() if names else ():
+            name = strip_wrappers(raw_name, wrappers)
+            if name in names:
+                self._tensors[raw_name] = value.resolve_conj().resolve_neg() if _is_lazy(value) else value.detach()
+                self.locals_[name] = local_of(self._tensors[raw_name])
+
+    def load(self) -> list[str]:
+        """Hand the tensors to the module; return the names of those that it does not know."""
+        taken: Any = self._model.load_state_dict(dict(self._tensors), strict=False)
+        return [name for name in taken.unexpected_keys if name in self._tensors]
+
+
+@torch.no_grad()
+def check_hooks(model: nn.Module, names: Collection[str]) -> None:
+    """Refuse tensors of a state dict that cannot be loaded again. Collective where the hooks are.
+
+    The module is given what it has; if that changes anything, what it had is put back.
+
+    Args:
+        model: The module.
+        names: What hooks make.
+
+    Raises:
+        SourceError: The module does not know one, or has something else of it afterwards.
+    """
+    if not names:
+        return
+    values = model.state_dict(keep_vars=True).values()
+    seen = {storage_of(local_of(value)) for value in values if isinstance(value, torch.Tensor)}
+    behind = [local_of(tensor) for _, _, _, tensor in own_tensors(model) if storage_of(local_of(tensor)) not in seen]
+    if any(local.is_meta for local in behind):
+        what = "a tensor in the state dict of the module that a hook makes of one on the meta device,"
+        raise SourceError(what, name=min(names), fix="Call to_empty() before loading")
+    kept = [local.clone() for local in behind]
+    made = MadeByHooks(model, names)
+    wanted = {name: local.clone() for name, local in made.locals_.items()}
+    try:
+        unknown = made.load()
+    except RuntimeError as error:
+        raise _refusal(min(names), f"{error}") from error
+    changed = _changed(MadeByHooks(model, names).locals_, wanted)
+    if unknown or changed:
+        for local, value in zip(behind, kept, strict=True):
+            local.copy_(value)
+        raise _refusal(*((unknown[0], "a name that load_state_dict does not know") if unknown else (changed, "")))
+
+
+def _refusal(name: str, found: str) -> SourceError:
+    what = "a copy in the state dict of the module, into which nothing can be loaded,"
+    return SourceError(what, name=name, found=found or "other values once these were loaded", fix=_FIX)
+
+
+def _changed(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
+    """Return the name of a tensor whose bytes differ, or nothing."""
+    different = (name for name, value in expected.items() if not torch.equal(_bits(found[name]), _bits(value)))
+    return next(different, "")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return type(tensor) in {torch.Tensor, nn.Parameter} and (tensor.is_conj() or tensor.is_neg())
