@@ -153,7 +153,8 @@ class Exporter:
     def tensors(self, *, aliases: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor whole, as `(name, tensor)`, in the order of the plan's steps, on the device.
 
-        The experts of a fused tensor come a bucket at a time, and never all of it is held.
+        The experts of a fused tensor come a bucket at a time, and never all of it is held; each is a view of that
+        bucket's rows, which live as long as one of them.
 
         Collective: every rank must drain this, and ranks with several exporters must use them in the same order. A
         rank that leaves early ends it: the others raise. The tensors belong to the consumer. Peak device memory: two
