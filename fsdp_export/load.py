@@ -29,7 +29,7 @@ from .paths import is_file, is_folder
 from .pending import wait_for_latest
 from .sources.dcp import DcpSource
 from .sources.detect import open_source
-from .sources.live import LiveSource, find_ranks
+from .sources.live import find_ranks
 from .sources.rank_files import RankFilesSource
 from .sources.stored import StoredSource
 from .spec import TensorSpec
@@ -121,7 +121,7 @@ def load(
             values = initial_values(model, _uncovered(model, plan.match, plan.target))
             _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
             has_begun = True
-            materialize(model, device or LiveSource(model, may_be_meta=True).device, values)
+            materialize(model, device or plan.target.live.device, values)
             _fill(model, plan, made, operation, count)
     except Exception as failure:
         if has_begun:
@@ -170,7 +170,7 @@ def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Opera
         raise error
     plan.reading.check()
     operation.agree()
-    shared, made = check_memory(model, partial(_locals, model, plan, may_be_meta=True))
+    shared, made = check_memory(model, partial(_locals, plan))
     check_hooks(model, made)
     part, parts = ranks.index(plan.rank), len(ranks)
     for one, other in (*plan.match.twice, *plan.match.sources(shared)):
@@ -239,7 +239,7 @@ def _digest(value: object) -> str:
 def _fill(model: nn.Module, plan: _Plan, names: Collection[str], operation: Operation, delivered: Delivered) -> None:
     """Change the values of the module. Collective."""
     made = MadeByHooks(model, names)
-    locals_ = _locals(model, plan) | made.locals_
+    locals_ = _locals(plan) | made.locals_
     plan.reading.read(locals_, operation, delivered)
     for local in locals_.values():
         torch.autograd.graph.increment_version(local)
@@ -248,9 +248,9 @@ def _fill(model: nn.Module, plan: _Plan, names: Collection[str], operation: Oper
         made.load()
 
 
-def _locals(model: nn.Module, plan: _Plan, *, may_be_meta: bool = False) -> dict[str, torch.Tensor]:
+def _locals(plan: _Plan) -> dict[str, torch.Tensor]:
     """Return this rank's blocks of what is loaded, in the module's memory."""
-    live = LiveSource(model, may_be_meta=may_be_meta)
+    live = plan.target.live
     live.refresh()
     wanted = {fill.spec.name for fill in plan.match.fills}
     return {spec.name: live.rows(spec, *_rows(spec, plan.rank)) for spec in live.specs if spec.name in wanted}

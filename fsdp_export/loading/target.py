@@ -40,6 +40,7 @@ class Target:
         optional: Names that a checkpoint may lack: what a class computes anew, and the model that an adapter is for.
         ignored: Regular expressions of names of a checkpoint that are of no concern.
         buffers: Names of buffers that no checkpoint should hold.
+        live: The tensors as they are now.
         load: Makes of the tensors of a checkpoint, or of some, those of the module.
         hub: What an export makes of the tensors; None where they stay.
         keeps_names: Whether names of a checkpoint are these, whatever else they could be.
@@ -52,6 +53,7 @@ class Target:
     optional: frozenset[str]
     ignored: tuple[str, ...]
     buffers: frozenset[str]
+    live: LiveSource
     load: Loader
     hub: Conversion | None = None
     keeps_names: bool = False
@@ -93,7 +95,10 @@ def target_of(model: nn.Module, names: Collection[str], adapter: Any = None) -> 
     load = loader_of(base_twins(model, None), own) if adapter is None else _loader_by(adapter, own)
     hub = _export(model, [spec for name, spec in specs.items() if name not in unsaved])
     ignored = _ignored(model, own)
-    return Target(specs, ties.aliases, declared, frozenset(optional), *ignored, load, hub, only_moves=adapter is None)
+    only_moves = adapter is None
+    return Target(
+        specs, ties.aliases, declared, frozenset(optional), *ignored, source, load, hub, only_moves=only_moves
+    )
 
 
 def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: Collection[str]) -> Target:
@@ -121,6 +126,7 @@ def _peft_target(model: nn.Module, peft: PeftModule, source: LiveSource, names: 
         {},
         frozenset(unsaved_names(peft.base)),
         *_ignored(model, own),
+        source,
         loader_of(twins, seen),
         keeps_names=has_adapter,
     )
