@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, closing
@@ -171,6 +172,8 @@ def _check(model: nn.Module, plan: _Plan, ranks: Sequence[int], operation: Opera
     plan.reading.check()
     operation.agree()
     shared, made = check_memory(model, partial(_locals, plan))
+    # Of what hooks make, ranks may have no rows.
+    made = {name for names in operation.agree(json.dumps(sorted(made))) for name in json.loads(names)}
     check_hooks(model, made)
     part, parts = ranks.index(plan.rank), len(ranks)
     for one, other in (*plan.match.twice, *plan.match.sources(shared)):
@@ -239,13 +242,14 @@ def _digest(value: object) -> str:
 def _fill(model: nn.Module, plan: _Plan, names: Collection[str], operation: Operation, delivered: Delivered) -> None:
     """Change the values of the module. Collective."""
     made = MadeByHooks(model, names)
+    old = {name: local.clone() for name, local in made.locals_.items()}
     locals_ = _locals(plan) | made.locals_
     plan.reading.read(locals_, operation, delivered)
     for local in locals_.values():
         torch.autograd.graph.increment_version(local)
     operation.agree()
     if names:
-        made.load()
+        made.load_new(old)
 
 
 def _locals(plan: _Plan) -> dict[str, torch.Tensor]:

@@ -19,8 +19,6 @@ from rank_folders import save_as_verl
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_export import ExportError, load_checkpoint, save_checkpoint
 from fsdp_export.errors import DisagreementError, RankError, SourceError, UsageError
@@ -151,55 +149,6 @@ def test_what_hooks_copy_or_a_flag_negates_goes_through_the_modules_own_loading(
     negative = torch.zeros(6, dtype=torch.complex64).conj().imag
     load_checkpoint(holding(w=torch.zeros(4, 6), b=negative), tmp_path)
     assert torch.equal(negative, stored["b"])
-
-
-class Fused(nn.Module):
-    """Two projections in one, rows in turn, that are two in its state dict, as torchtitan's are three."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(72.0).reshape(12, 6))
-        self.norm = nn.Parameter(torch.ones(6))
-        self.register_state_dict_post_hook(self._split)
-        self.register_load_state_dict_pre_hook(self._merge)
-
-    @staticmethod
-    def _split(_: nn.Module, tensors: dict[str, Any], prefix: str, __: object) -> None:
-        weight = tensors.pop(f"{prefix}weight")
-        if isinstance(weight, DTensor):
-            weight = weight.redistribute(weight.device_mesh, [Replicate()])
-        q, k = weight.reshape(4, 3, 6), weight.reshape(4, 3, 6)[:, 2]
-        tensors |= {f"{prefix}q": q[:, :2].reshape(8, 6).contiguous(), f"{prefix}k": k.contiguous()}
-
-    @staticmethod
-    def _merge(_: nn.Module, tensors: dict[str, Any], prefix: str, *__: object) -> None:
-        q, k = tensors.pop(f"{prefix}q"), tensors.pop(f"{prefix}k")
-        tensors[f"{prefix}weight"] = torch.cat([q.reshape(4, 2, 6), k.reshape(4, 1, 6)], dim=1).reshape(12, 6)
-
-
-def test_what_a_module_splits_for_its_state_dict_is_put_together_again(tmp_path: Path) -> None:
-    save_checkpoint(nn.Sequential(Fused(), Fused()), tmp_path, format="safetensors", fsync=False)
-    assert load_file(tmp_path / "model.safetensors").keys() == {
-        f"{i}.{name}" for i in "01" for name in ("q", "k", "norm")
-    }
-
-    def on_rank() -> None:
-        model: Any = nn.Sequential(Fused(), Fused())
-        for parameter in model.parameters():
-            nn.init.zeros_(parameter)
-        fully_shard(model)
-        report = load_checkpoint(model, tmp_path)
-        assert report.num_tensors == 6
-        for fused in model:
-            assert torch.equal(fused.weight.full_tensor(), Fused().weight)
-            assert torch.equal(fused.norm.full_tensor(), Fused().norm)
-        with torch.device("meta"):
-            model = nn.Sequential(Fused(), Fused())
-        with pytest.raises(SourceError, match=r"on the meta device, for '0.k'. Call to_empty\(\) before loading"):
-            load_checkpoint(fully_shard(model), tmp_path)
-
-    for world_size in (1, 2, 3):
-        run_ranks(on_rank, world_size)
 
 
 def test_parts_of_one_memory_that_do_not_meet_are_filled(tmp_path: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from torch.distributed.distributed_c10d import Store
 
@@ -78,6 +79,7 @@ class Fence:
         """
         if self._turn.is_taken:
             raise UsageError(f"{what} was called within another export of the same ranks", fix="Finish that one first")
+        earlier = {id(error) for error in _causes(sys.exc_info()[1])}
         try:
             self._turn.is_taken = True
             if self._link is None:
@@ -91,22 +93,30 @@ class Fence:
                 except BaseException as error:  # noqa: BLE001 - it is raised again, once the other ranks know of it
                     operation.fail(error)
         except BaseException as error:
-            _clear_frames(error)
+            _clear_frames(error, earlier)
             raise
         finally:
             self._turn.is_taken = False
 
 
-def _clear_frames(error: BaseException) -> None:
+def _clear_frames(error: BaseException, earlier: Collection[int]) -> None:
     """Forget the variables of what has ended with an error, such as buckets on the device; the traceback stays.
 
-    Whoever keeps the error would keep them, as does the error itself where they lead back to it.
+    Whoever keeps the error would keep them, as does the error itself where they lead back to it. What the caller was
+    handling before, or as it left, is its own: a generator of its own that has caught that would end.
     """
-    causes: list[BaseException | None] = [error]
-    seen = set()
+    for cause in _causes(error, earlier):
+        traceback.clear_frames(cause.__traceback__)
+
+
+def _causes(error: BaseException | None, without: Collection[int] = ()) -> list[BaseException]:
+    """Return an error and what led to it, up to what is left out, or to a generator that was closed."""
+    found: dict[int, BaseException] = {}
+    causes = [error]
     while causes:
         cause = causes.pop()
-        if cause is not None and id(cause) not in seen:
-            seen.add(id(cause))
-            traceback.clear_frames(cause.__traceback__)
-            causes += [cause.__cause__, cause.__context__]
+        if cause is None or id(cause) in found or id(cause) in without or isinstance(cause, GeneratorExit):
+            continue
+        found[id(cause)] = cause
+        causes += [cause.__cause__, cause.__context__]
+    return list(found.values())

@@ -6,7 +6,7 @@ together again as they are loaded.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .materializing import own_tensors
 __all__ = ["MadeByHooks", "check_hooks"]
 
 _FIX = "Take away the hook that makes it, or register one that undoes it as the module is loaded"
+_OTHER_VALUES = "other values once these were loaded"
 
 
 class MadeByHooks:
@@ -47,9 +48,24 @@ class MadeByHooks:
                 self.locals_[name] = local_of(self._tensors[raw_name])
 
     def load(self) -> list[str]:
-        """Hand the tensors to the module; return the names of those that it does not know."""
+        """Hand the tensors to the module; return what it does not know of these, or of what its hooks make of them."""
         taken: Any = self._model.load_state_dict(dict(self._tensors), strict=False)
-        return [name for name in taken.unexpected_keys if name in self._tensors]
+        return [strip_wrappers(name) for name in taken.unexpected_keys]
+
+    def load_new(self, old: Mapping[str, torch.Tensor]) -> None:
+        """Hand the tensors to the module, and look whether it has taken them.
+
+        Args:
+            old: What they were before.
+
+        Raises:
+            SourceError: It still has one as it was.
+        """
+        self.load()
+        found = MadeByHooks(self._model, self.locals_.keys()).locals_
+        for name, value in self.locals_.items():
+            if torch.equal(_bits(found[name]), _bits(old[name])) and not _are_close(found[name], value):
+                raise _refusal(name, "the values from before loading")
 
 
 @torch.no_grad()
@@ -78,18 +94,25 @@ def check_hooks(model: nn.Module, names: Collection[str]) -> None:
     wanted = {name: local.clone() for name, local in made.locals_.items()}
     try:
         unknown = made.load()
-    except RuntimeError as error:
-        raise _refusal(min(names), f"{error}") from error
-    changed = _changed(MadeByHooks(model, names).locals_, wanted)
+        changed = "" if unknown else _changed(MadeByHooks(model, names).locals_, wanted)
+    except Exception as error:
+        _put_back(behind, kept)
+        raise _refusal(min(names), f"{type(error).__name__}: {error}") from error
     if unknown or changed:
-        for local, value in zip(behind, kept, strict=True):
-            local.copy_(value)
-        raise _refusal(*((unknown[0], "a name that load_state_dict does not know") if unknown else (changed, "")))
+        _put_back(behind, kept)
+        raise _refusal(
+            *((unknown[0], "a name that load_state_dict does not know") if unknown else (changed, _OTHER_VALUES))
+        )
+
+
+def _put_back(locals_: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for local, value in zip(locals_, values, strict=True):
+        local.copy_(value)
 
 
 def _refusal(name: str, found: str) -> SourceError:
     what = "a copy in the state dict of the module, into which nothing can be loaded,"
-    return SourceError(what, name=name, found=found or "other values once these were loaded", fix=_FIX)
+    return SourceError(what, name=name, found=found, fix=_FIX)
 
 
 def _changed(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
@@ -100,6 +123,12 @@ def _changed(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Ten
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether values are the same but for a dtype that a hook may have rounded them to, be it of 8 bits."""
+    wide = torch.complex128 if one.is_complex() else torch.float64
+    return torch.allclose(one.to(wide), other.to(wide), rtol=2**-3, atol=1e-5, equal_nan=True)
 
 
 def _is_lazy(tensor: torch.Tensor) -> bool:

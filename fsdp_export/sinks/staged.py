@@ -192,6 +192,9 @@ class StagedSink(Sink):
     def _take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return room on a device."""
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        if size > _SLAB_BYTES // 8:  # else what is left of each slab would add up
+            self._device_bytes += num_bytes
+            return torch.empty(num_bytes, dtype=torch.uint8, device=device)
         if self._slab.numel() < size:
             left = max(self._num_bytes - self._device_bytes, 0)
             self._slab = torch.empty(max(size, min(_SLAB_BYTES, left)), dtype=torch.uint8, device=device)

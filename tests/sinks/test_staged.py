@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -109,6 +110,17 @@ def test_pieces_come_out_as_they_were_whatever_the_slabs(dtype, slab_bytes, monk
     assert sizes == [sizes[0]] * 3
     host_memory().release()
     assert host_memory().num_bytes == 0
+
+
+def test_large_pieces_on_a_device_waste_no_slab():
+    sink = StagedSink(Collected(), "device")
+    sizes = [300 << 20, 1000, 260 << 20, 40 << 20, 40 << 20, 3, 70 << 20, 64 << 20] * 3
+    sink._num_bytes = sum(sizes)
+    rooms = [sink._take(size, torch.device("cpu")) for size in sizes]
+    assert [room.numel() for room in rooms] == sizes
+    assert sink._device_bytes <= 1.125 * sum(sizes) + staged_module._SLAB_BYTES
+    starts = sorted((room.data_ptr(), room.data_ptr() + room.numel()) for room in rooms)
+    assert all(stop <= start for (_, stop), (start, _) in pairwise(starts))
 
 
 def test_memory_that_was_prepared_is_used(monkeypatch):
