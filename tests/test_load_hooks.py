@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
@@ -32,7 +34,7 @@ class Fused(nn.Module):
     def _split(_: nn.Module, tensors: dict[str, Any], prefix: str, __: object) -> None:
         weight = tensors.pop(f"{prefix}weight")
         if isinstance(weight, DTensor):
-            weight = weight.redistribute(weight.device_mesh, [Replicate()])
+            weight = weight.redistribute(weight.device_mesh, [Replicate()] * weight.device_mesh.ndim)
         q, k = weight.reshape(4, 3, 6), weight.reshape(4, 3, 6)[:, 2]
         tensors |= {f"{prefix}q": q[:, :2].reshape(8, 6).contiguous(), f"{prefix}k": k.contiguous()}
 
@@ -52,7 +54,8 @@ def test_what_a_module_splits_for_its_state_dict_is_put_together_again(tmp_path:
         model: Any = nn.Sequential(Fused(), Fused())
         for parameter in model.parameters():
             nn.init.zeros_(parameter)
-        fully_shard(model)
+        is_hsdp = dist.get_world_size() == 4
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("r", "s")) if is_hsdp else None)
         report = load_checkpoint(model, tmp_path)
         assert report.num_tensors == 6
         for fused in model:
@@ -63,7 +66,7 @@ def test_what_a_module_splits_for_its_state_dict_is_put_together_again(tmp_path:
         with pytest.raises(SourceError, match=r"on the meta device, for '0.k'. Call to_empty\(\) before loading"):
             load_checkpoint(fully_shard(model), tmp_path)
 
-    for world_size in (1, 2, 3):
+    for world_size in (1, 2, 3, 4):
         run_ranks(on_rank, world_size)
 
 
