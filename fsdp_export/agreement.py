@@ -19,7 +19,7 @@ from .sources.base import Source
 from .sources.stored import StoredSource
 from .spec import Box
 
-__all__ = ["agree_on_files", "agree_on_plan", "check_copies", "fingerprint"]
+__all__ = ["agree_on_files", "agree_on_plan", "check_copies", "fingerprint", "refuse_differences"]
 
 _log = logging.getLogger("fsdp_export")
 _CHUNK_BYTES = 64 << 20
@@ -45,7 +45,9 @@ def agree_on_plan(plan: Plan, options: str, operation: Operation) -> None:
         return
     if len({card.split(" ", 1)[0] for card in cards}) == 1:
         choices = [card.split(" ", 1)[1] for card in cards]
-        raise _difference(plan, "the ranks would gather different pieces", choices, "Give every rank the same options")
+        refuse_differences(
+            plan.ranks, choices, "the ranks would gather different pieces", "Give every rank the same options"
+        )
     lines = list(plan.lines)
     hashes = [hashlib.sha256(line.encode()).hexdigest()[:8] for line in lines]
     everyones = [text.split() for text in operation.agree(" ".join(hashes))]
@@ -53,7 +55,9 @@ def agree_on_plan(plan: Plan, options: str, operation: Operation) -> None:
     first = next((i for i in range(shortest) if len({theirs[i] for theirs in everyones}) > 1), shortest)
     firsts = operation.agree(lines[first] if first < len(lines) else "nothing")
     what = f"the ranks would export different tensors, first at position {first}"
-    raise _difference(plan, what, firsts, "Build the same model, in the same order, on every rank")
+    fix = "Build the same model, in the same order, on every rank"
+    refuse_differences(plan.ranks, firsts, what, fix)
+    raise DisagreementError(what, fix=fix)  # the short hashes of the lines that differ are equal
 
 
 def agree_on_files(source: StoredSource, path: Path, ranks: Sequence[int], operation: Operation) -> None:
@@ -76,15 +80,9 @@ def agree_on_files(source: StoredSource, path: Path, ranks: Sequence[int], opera
     places = operation.agree(str(place.resolve()))
     if len(set(places)) == 1:
         return
-    samples = operation.agree(_sample(source))
-    for rank, other, sample in zip(ranks, places, samples, strict=True):
-        if sample != samples[0]:
-            raise DisagreementError(
-                "the ranks would read checkpoints with different values",
-                expected=f"as on rank {ranks[0]}: {places[0]}",
-                found=f"on rank {rank}: {other}",
-                fix="Give every rank a path that leads to the same checkpoint, and see that each can read it",
-            )
+    what = "the ranks would read checkpoints with different values"
+    fix = "Give every rank a path that leads to the same checkpoint, and see that each can read it"
+    refuse_differences(ranks, operation.agree(_sample(source)), what, fix, shown=places)
 
 
 def _sample(source: StoredSource) -> str:
@@ -164,11 +162,23 @@ def fingerprint(tensor: torch.Tensor) -> str:
     return f"{plain & (2**64 - 1):x}.{weighted & (2**64 - 1):x}"
 
 
-def _difference(plan: Plan, what: str, everyones: Sequence[str], fix: str) -> DisagreementError:
-    other = next(index for index, theirs in enumerate(everyones) if theirs != everyones[0])
-    return DisagreementError(
-        what,
-        expected=f"as on rank {plan.ranks[0]}: {everyones[0]}",
-        found=f"on rank {plan.ranks[other]}: {everyones[other]}",
-        fix=fix,
-    )
+def refuse_differences(
+    ranks: Sequence[int], everyones: Sequence[str], what: str, fix: str, *, shown: Sequence[str] = ()
+) -> None:
+    """Refuse what is not the same on all ranks.
+
+    Args:
+        ranks: The global ranks.
+        everyones: What each of them has.
+        what: What is wrong if they differ.
+        fix: What to do then.
+        shown: What is said of each rank; default: what it has.
+
+    Raises:
+        DisagreementError: A rank has something else than the first one.
+    """
+    said = shown or everyones
+    for index, theirs in enumerate(everyones):
+        if theirs != everyones[0]:
+            expected, found = f"as on rank {ranks[0]}: {said[0]}", f"on rank {ranks[index]}: {said[index]}"
+            raise DisagreementError(what, expected=expected, found=found, fix=fix)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .agreement import agree_on_files
-from .errors import DisagreementError, ExportError, SourceError, UsageError, listing
+from .agreement import agree_on_files, refuse_differences
+from .errors import ExportError, SourceError, UsageError, listing
 from .fence import Fence, Operation
 from .loading.hooks import MadeByHooks, check_hooks
 from .loading.matching import Match, match
@@ -223,14 +223,10 @@ def _agree(plan: _Plan, ranks: Sequence[int], operation: Operation, options: str
     module = sorted((name, spec.shape, str(spec.dtype)) for name, spec in plan.target.specs.items())
     stored = [(spec.name, spec.shape, str(spec.dtype)) for spec in plan.source.specs]
     cards = operation.agree(f"{plan.source.description}, {options} {_digest(stored)} {_digest(module)}")
-    for rank, card in zip(ranks, cards, strict=True):
-        if card != cards[0]:
-            raise DisagreementError(
-                "the ranks would load different checkpoints, or into different models",
-                expected=f"as on rank {ranks[0]}: {cards[0]}",
-                found=f"on rank {rank}: {card}",
-                fix="Give every rank the same path, which leads to the same files, and the same model",
-            )
+    what = "the ranks would load different checkpoints, or into different models"
+    refuse_differences(
+        ranks, cards, what, "Give every rank the same path, which leads to the same files, and the same model"
+    )
     agree_on_files(plan.source, plan.path, ranks, operation)
 
 

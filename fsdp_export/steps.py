@@ -119,16 +119,12 @@ class Part:
         if not rows.dim():
             return rows.view(shape)
         if self.rows[1] - self.rows[0] == 1:
-            return self.of_row(rows, first)
+            return self.of_each_row(rows[first : first + 1])[0]
         if self.inner is None:
             return rows[first:stop].view(stop - first, *shape[1:])
         offset, strides = self.inner
         begin = int(rows.storage_offset()) + first * rows.stride(0) + offset
         return rows.as_strided((stop - first, *shape[1:]), (rows.stride(0), *strides), begin)
-
-    def of_row(self, rows: torch.Tensor, row: int) -> torch.Tensor:
-        """Return this output as it lies in one row of a contiguous tensor, without copying."""
-        return self.of_each_row(rows[row : row + 1])[0]
 
     def of_each_row(self, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return of every row of a contiguous tensor what lies where this output does in its own, without copying."""

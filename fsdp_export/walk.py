@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import accumulate
 
 import torch
@@ -18,8 +15,9 @@ from .plan import Plan
 from .sinks.base import Sink
 from .sources.base import Source
 from .steps import Piece, Rows, Step, StoredPiece
+from .threads import do_all
 
-__all__ = ["CHUNK_BYTES", "Delivered", "finish", "run", "single_threads", "walk"]
+__all__ = ["CHUNK_BYTES", "Delivered", "finish", "run", "walk"]
 
 CHUNK_BYTES = 32 << 20
 """Bytes a rank reads at a time of what it holds: bounds the host memory of a cast and the time between two checks."""
@@ -122,36 +120,15 @@ def _deliver_held(plan: Plan, source: Source, sink: Sink, deliver: Callable[[Pie
         for step, rows in _held(plan, source.rank):
             _deliver_rows(step, rows, source, sink, deliver)
         return
-    pending: deque[Future[None]] = deque()
     alone = threading.Lock()
 
-    def deliver_rows(step: Step, units: Rows) -> None:
+    def deliver_rows(item: tuple[Step, Rows]) -> None:
+        step, units = item
         # Tensors that are needed whole may be large, and what converts them may be no friend of threads.
         with alone if step.whole else nullcontext():
             _deliver_rows(step, units, source, sink, deliver)
 
-    with single_threads(_MAX_THREADS, "fsdp-export-walk") as threads:
-        try:
-            for step, rows in _held(plan, source.rank):
-                pending.append(threads.submit(deliver_rows, step, rows))
-                if len(pending) > 2 * _MAX_THREADS:
-                    pending.popleft().result()
-            while pending:
-                pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
-
-
-@contextmanager
-def single_threads(most: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    """Start threads in each of which torch uses no more threads; torch takes that for the default of all to come."""
-    num_threads = min(len(os.sched_getaffinity(0)), most)
-    try:
-        with ThreadPoolExecutor(num_threads, name, torch.set_num_threads, (1,)) as threads:
-            yield threads
-    finally:
-        torch.set_num_threads(torch.get_num_threads())
+    do_all(deliver_rows, _held(plan, source.rank), most=_MAX_THREADS, name="fsdp-export-walk")
 
 
 def _held(plan: Plan, rank: int) -> Iterator[tuple[Step, Rows]]:

@@ -15,6 +15,7 @@ from torch import nn
 from ..compat import local_of
 from ..conversion.trace import storage_of
 from ..errors import SourceError
+from ..memory import bytes_of
 from ..names import strip_wrappers
 from ..sources.live import ddp_modules
 from .materializing import own_tensors
@@ -22,7 +23,6 @@ from .materializing import own_tensors
 __all__ = ["MadeByHooks", "check_hooks"]
 
 _FIX = "Take away the hook that makes it, or register one that undoes it as the module is loaded"
-_OTHER_VALUES = "other values once these were loaded"
 
 
 class MadeByHooks:
@@ -64,7 +64,7 @@ class MadeByHooks:
         self.load()
         found = MadeByHooks(self._model, self.locals_.keys()).locals_
         for name, value in self.locals_.items():
-            if torch.equal(_bits(found[name]), _bits(old[name])) and not _are_close(found[name], value):
+            if torch.equal(bytes_of(found[name]), bytes_of(old[name])) and not _are_close(found[name], value):
                 raise _refusal(name, "the values from before loading")
 
 
@@ -100,9 +100,10 @@ def check_hooks(model: nn.Module, names: Collection[str]) -> None:
         raise _refusal(min(names), f"{type(error).__name__}: {error}") from error
     if unknown or changed:
         _put_back(behind, kept)
-        raise _refusal(
-            *((unknown[0], "a name that load_state_dict does not know") if unknown else (changed, _OTHER_VALUES))
-        )
+    if unknown:
+        raise _refusal(unknown[0], "a name that load_state_dict does not know")
+    if changed:
+        raise _refusal(changed, "other values once these were loaded")
 
 
 def _put_back(locals_: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
@@ -117,12 +118,8 @@ def _refusal(name: str, found: str) -> SourceError:
 
 def _changed(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
     """Return the name of a tensor whose bytes differ, or nothing."""
-    different = (name for name, value in expected.items() if not torch.equal(_bits(found[name]), _bits(value)))
+    different = (name for name, value in expected.items() if not torch.equal(bytes_of(found[name]), bytes_of(value)))
     return next(different, "")
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _are_close(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,7 +24,8 @@ from ..errors import SourceError
 from ..fence import Operation
 from ..sources.stored import StoredSource
 from ..spec import Box, TensorSpec
-from ..walk import CHUNK_BYTES, Delivered, single_threads
+from ..threads import do_all
+from ..walk import CHUNK_BYTES, Delivered
 from .matching import Fill
 
 __all__ = ["Reading"]
@@ -124,8 +123,8 @@ class Reading:
 
         most = (_MAX_DEVICE_THREADS if devices else _MAX_THREADS) if self.source.is_concurrent else 1
         try:
-            with single_threads(most, "fsdp-export-load") as threads:
-                _do_all(threads, do, (job for fill in self.fills for job in self._jobs(fill, locals_)))
+            jobs = (job for fill in self.fills for job in self._jobs(fill, locals_))
+            do_all(do, jobs, most=most, name="fsdp-export-load")
         finally:
             reader.close()
         self._compute(locals_, operation, delivered)
@@ -162,21 +161,6 @@ class Reading:
                     raise SourceError(what, name=fill.name, file=self.source.folder, expected=list(expected.shape))
                 block = self._block(fill).slices((0,) * len(fill.spec.shape))
                 locals_[fill.spec.name].copy_(tensor.reshape(fill.spec.shape)[block])
-
-
-def _do_all(threads: ThreadPoolExecutor, do: Callable[[_Job], None], jobs: Iterable[_Job]) -> None:
-    """Do jobs as threads become free; after the first that fails no other is begun."""
-    pending: deque[Future[None]] = deque()
-    try:
-        for job in jobs:
-            pending.append(threads.submit(do, job))
-            if len(pending) > 2 * _MAX_DEVICE_THREADS:
-                pending.popleft().result()
-        while pending:
-            pending.popleft().result()
-    finally:
-        for future in pending:
-            future.cancel()
 
 
 def _inside(patches: Iterable[Patch], block: Box) -> Iterator[Patch]:
