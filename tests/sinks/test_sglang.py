@@ -5,20 +5,17 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 
 import pytest
-import torch
-import torch.distributed as dist
+from engine_updates import alone, changed, fail_and_update_again, fail_on_one_rank, slow, update_three_times
 from exports import expected_export
 from fake_server import digests_of
 from fake_sglang import STALL_SECONDS, FakeSGLang
 from hub_models import hub_model
-from models import shard, tiny
-from ranks import free_port, run_ranks
+from models import tiny
+from ranks import free_port
 from safetensors.torch import load_file
-from torch import nn
 
 from fsdp_export import Exporter
 from fsdp_export.errors import ExportError, SinkError, UsageError
@@ -38,24 +35,9 @@ def server() -> Iterator[FakeSGLang]:
     fake.stop()
 
 
-def changed(times: int, model: nn.Module | None = None) -> nn.Module:
-    """Add one to all parameters so many times."""
-    model = tiny() if model is None else model
-    with torch.no_grad():
-        for _ in range(times):
-            for parameter in model.parameters():
-                parameter.add_(1)
-    return model
-
-
 def sink_for(*servers: FakeSGLang, **options) -> SGLang:
     options = {"bucket_bytes": 200, "timeout": 5, "backend": "gloo", **options}
     return SGLang([server.url for server in servers], **options)
-
-
-def alone(check) -> None:
-    """Run in another process: the threads of gloo and of a store cannot be forked."""
-    run_ranks(check, 1)
 
 
 def without_repeats(calls: Sequence[str]) -> list[str]:
@@ -66,24 +48,12 @@ def without_repeats(calls: Sequence[str]) -> list[str]:
 def test_three_updates_bring_the_weights_of_the_time_to_all_workers(bucket_bytes):
     servers = [FakeSGLang(num_workers=2), FakeSGLang()]
 
-    def check() -> list[list[dict]]:
-        model, sink = shard(tiny(), "1d", 3), sink_for(*servers, bucket_bytes=bucket_bytes)
-        exporter, states = Exporter(model), []
-        for _ in range(3):
-            exporter.send(sink)
-            if sink.num_updates:
-                states.append([server.state() for server in servers])
-            changed(1, model)
-        sink.disconnect()
-        return states
-
     try:
-        states, *others = run_ranks(check, 3)
+        states = update_three_times(servers, lambda: sink_for(*servers, bucket_bytes=bucket_bytes))
         assert [server.state()["calls"] for server in servers] == [["destroy_weights_update_group"]] * 2
     finally:
         for server in servers:
             server.stop()
-    assert others == [[], []]
     for number, both in enumerate(states):
         for state in both:
             assert state["weights"] == digests_of(expected_export(changed(number)))
@@ -152,30 +122,12 @@ def test_a_server_that_fails_ends_the_update_on_all_ranks_and_takes_the_next_one
     server = FakeSGLang(num_workers=2, timeout=2)
     server.fail(route, kind, after=3 if "distributed" in route else 0)
 
-    def check() -> tuple[str, float, dict, dict]:
-        sink, is_lead = sink_for(server, timeout=1), dist.get_rank() == 0
-        model = shard(tiny(), "1d", 3)
-        exporter, begin = Exporter(model), time.monotonic()
-        with pytest.raises(SinkError) as caught:
-            exporter.send(sink)
-        seconds = time.monotonic() - begin
-        failed = server.state() if is_lead and kind != "die" else {}
-        changed(1, model)
-        with server.restarted() if is_lead and kind == "die" else nullcontext():
-            exporter.send(sink)
-            return str(caught.value), seconds, failed, server.state() if is_lead else {}
-
-    try:
-        messages, seconds, (failed, *_), (state, *_) = zip(*run_ranks(check, 3), strict=True)
-    finally:
-        server.stop()
-    assert max(seconds) < 8
-    assert len(set(messages)) == 1
+    message, failed, state = fail_and_update_again(server, kind, lambda: sink_for(server, timeout=1))
     where = f"{server.url}(/{route})?" if kind == "stall" else f"POST {server.url}/{route}"
     what = {"stall": "within 1 s", "die": "Connection aborted"}.get(kind, "CUDA ran out of luck")
-    assert re.search(f"{where}.*{what}", messages[0])
+    assert re.search(f"{where}.*{what}", message)
     is_mixed = route in {"update_weights_from_distributed", "end_weight_update", "flush_cache"}
-    assert messages[0].endswith(PAUSED) is is_mixed
+    assert message.endswith(PAUSED) is is_mixed
     if failed:
         assert failed["paused"] is is_mixed
         assert not failed["open"]
@@ -226,26 +178,7 @@ def test_what_a_trainer_that_died_left_open_is_ended(server):
 
 
 def test_a_rank_that_fails_in_between_leaves_no_worker_waiting(server):
-    def check() -> dict:
-        class Failing(SGLang):
-            def write(self, piece):
-                super().write(piece)
-                if dist.get_rank() == 2 and piece.info.name == "two_rows":
-                    raise ValueError("out of luck")
-
-        sink = Failing(server.url, bucket_bytes=1, timeout=5, backend="gloo")
-        model = shard(tiny(), "1d", 3)
-        exporter, begin = Exporter(model, bucket_bytes=1), time.monotonic()
-        with pytest.raises(ExportError, match="out of luck"):
-            exporter.send(sink)
-        assert time.monotonic() - begin < 5
-        state = server.state() if dist.get_rank() == 0 else {}
-        del Failing.write
-        changed(1, model)
-        exporter.send(sink)
-        return state
-
-    state, *_ = run_ranks(check, 3)
+    state = fail_on_one_rank(server, SGLang, backend="gloo")
     assert (state["paused"], state["open"]) == (True, False)
     assert state["calls"][-2:] == ["end_weight_update", "destroy_weights_update_group"]
     state = server.state()
@@ -255,19 +188,7 @@ def test_a_rank_that_fails_in_between_leaves_no_worker_waiting(server):
 
 def test_a_slow_receiver_is_waited_for_by_three_ranks(server):
     """trl#7103: ranks that gather ahead of the one that sends must not hang."""
-
-    def check() -> None:
-        class Slow(SGLang):
-            def _send(self, bucket):
-                time.sleep(0.1)
-                super()._send(bucket)
-
-        exporter = Exporter(shard(tiny(), "1d", 3), bucket_bytes=1)
-        sink = Slow(server.url, bucket_bytes=1, timeout=5, backend="gloo")
-        for _ in range(2):
-            exporter.send(sink)
-
-    run_ranks(check, 3)
+    slow(server, SGLang, backend="gloo")
     assert server.state()["weights"] == digests_of(expected_export(tiny()))
 
 

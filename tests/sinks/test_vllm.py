@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from functools import partial
 
 import pytest
-import torch
+from engine_updates import alone, changed, fail_and_update_again, fail_on_one_rank, slow, update_three_times
 from exports import expected_export
 from fake_server import digests_of
 from fake_vllm import FakeVLLM
 from gloo_wire import OverGloo
-from models import shard, tiny
+from models import tiny
 from ranks import run_ranks
 from torch import nn
 
 from fsdp_export import Exporter
-from fsdp_export.errors import ExportError, SinkError, UsageError
+from fsdp_export.errors import SinkError, UsageError
 from fsdp_export.sinks.sglang import SGLang
 from fsdp_export.sinks.vllm import VLLM
 from fsdp_export.transfer.servers import Server
@@ -29,24 +28,6 @@ def server() -> Iterator[FakeVLLM]:
     fake = FakeVLLM()
     yield fake
     fake.stop()
-
-
-def change(model: nn.Module, amount: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(amount)
-
-
-def changed(amount: float) -> nn.Module:
-    model = tiny()
-    for _ in range(int(amount)):
-        change(model, 1)
-    return model
-
-
-def alone(check) -> None:
-    """Run in another process: what gloo has here cannot be forked."""
-    run_ranks(check, 1)
 
 
 def sink_for(*servers: FakeVLLM, **options) -> OverGloo:
@@ -60,23 +41,11 @@ UPDATE = ["start_weight_update", "update_weights", "finish_weight_update"]
 def test_three_updates_bring_the_weights_of_the_time_to_all_workers(bucket_bytes):
     servers = [FakeVLLM(num_workers=2), FakeVLLM()]
 
-    def check() -> list[list[dict]]:
-        model, sink = shard(tiny(), "1d", 3), sink_for(*servers, bucket_bytes=bucket_bytes)
-        exporter, states = Exporter(model), []
-        for _ in range(3):
-            exporter.send(sink)
-            if sink.num_updates:
-                states.append([server.state() for server in servers])
-            change(model, 1)
-        sink.disconnect()
-        return states
-
     try:
-        states, *others = run_ranks(check, 3)
+        states = update_three_times(servers, lambda: sink_for(*servers, bucket_bytes=bucket_bytes))
     finally:
         for server in servers:
             server.stop()
-    assert others == [[], []]
     for number, both in enumerate(states):
         for state in both:
             assert state["weights"] == digests_of(expected_export(changed(number)))
@@ -131,32 +100,13 @@ def test_a_server_that_fails_ends_the_update_on_all_ranks_and_takes_the_next_one
     server = FakeVLLM(num_workers=2, timeout=2)
     server.fail(route, kind, after=3 if route == "update_weights" else 0)
 
-    def check() -> tuple[str, float, dict, dict]:
-        sink, lead = sink_for(server, timeout=1), torch.distributed.get_rank() == 0
-        model = shard(tiny(), "1d", 3)
-        exporter, begin = Exporter(model), time.monotonic()
-        with pytest.raises(SinkError) as caught:
-            exporter.send(sink)
-        seconds = time.monotonic() - begin
-        failed = server.state() if lead and kind != "die" else {}
-        change(model, 1)
-        if kind == "stall":
-            time.sleep(1.5)
-        with server.restarted() if lead and kind == "die" else nullcontext():
-            exporter.send(sink)
-            return str(caught.value), seconds, failed, server.state() if lead else {}
-
-    try:
-        messages, seconds, (failed, *_), (state, *_) = zip(*run_ranks(check, 3), strict=True)
-    finally:
-        server.stop()
-    assert max(seconds) < 8
-    assert len(set(messages)) == 1
+    new_sink = partial(sink_for, server, timeout=1)
+    message, failed, state = fail_and_update_again(server, kind, new_sink, stall_seconds=1.5)
     where = f"(POST )?{server.url}(/{route})?" if kind == "stall" else f"POST {server.url}/{route}"
     what = {"stall": "(within|more than) 1 s", "die": "Connection aborted"}.get(kind, "CUDA ran out of luck")
-    assert re.search(f"{where}.*{what}", messages[0])
+    assert re.search(f"{where}.*{what}", message)
     if route in {*UPDATE, "reset_prefix_cache"}:
-        assert messages[0].endswith("The servers stay paused until an update succeeds.")
+        assert message.endswith("The servers stay paused until an update succeeds.")
     if failed:
         assert failed["paused"] is (route not in {"pause", "init_weight_transfer_engine"})
     assert (state["version"], state["paused"]) == ("1", False)
@@ -193,50 +143,16 @@ def test_what_a_trainer_that_died_left_is_no_part_of_the_next_update(server):
 
 
 def test_a_rank_that_fails_in_between_leaves_no_worker_waiting(server):
-    def check() -> dict:
-        class Failing(OverGloo):
-            def write(self, piece):
-                super().write(piece)
-                if torch.distributed.get_rank() == 2 and piece.info.name == "two_rows":
-                    raise ValueError("out of luck")
-
-        sink = Failing(server.url, bucket_bytes=1, timeout=5)
-        model = shard(tiny(), "1d", 3)
-        exporter, begin = Exporter(model, bucket_bytes=1), time.monotonic()
-        with pytest.raises(ExportError, match="out of luck"):
-            exporter.send(sink)
-        assert time.monotonic() - begin < 5
-        state = server.state() if torch.distributed.get_rank() == 0 else {}
-        Failing.write = OverGloo.write  # type: ignore[method-assign]
-        change(model, 1)
-        exporter.send(sink)
-        return state
-
-    state, *_ = run_ranks(check, 3)
+    state = fail_on_one_rank(server, OverGloo)
     assert (state["version"], state["paused"]) == ("1-given-up", True)
     assert state["calls"][-2:] == ["weight_info", "finish_weight_update"]
     assert server.state()["weights"] == digests_of(expected_export(changed(1)))
 
 
-def test_a_slow_receiver_is_waited_for_by_three_ranks():
+def test_a_slow_receiver_is_waited_for_by_three_ranks(server):
     """trl#7103: ranks that gather ahead of the one that sends must not hang."""
-    server = FakeVLLM()
-
-    def check() -> None:
-        class Slow(OverGloo):
-            def _send(self, bucket):
-                time.sleep(0.1)
-                super()._send(bucket)
-
-        exporter, sink = Exporter(shard(tiny(), "1d", 3), bucket_bytes=1), Slow(server.url, bucket_bytes=1, timeout=5)
-        for _ in range(2):
-            exporter.send(sink)
-
-    try:
-        run_ranks(check, 3)
-        assert server.state()["weights"] == digests_of(expected_export(tiny()))
-    finally:
-        server.stop()
+    slow(server, OverGloo)
+    assert server.state()["weights"] == digests_of(expected_export(tiny()))
 
 
 def test_a_server_without_the_routes_tells_how_to_get_them(server):

@@ -1,0 +1,142 @@
+"""Updates of an engine that stands for a real one, by three ranks: those that go well, and those that fail."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_server import FakeServer
+from models import shard, tiny
+from ranks import run_ranks
+from torch import nn
+
+from fsdp_export import Exporter
+from fsdp_export.errors import ExportError, SinkError
+from fsdp_export.sinks.broadcasting import BroadcastSink
+
+__all__ = ["alone", "changed", "fail_and_update_again", "fail_on_one_rank", "slow", "update_three_times"]
+
+NewSink = Callable[[], BroadcastSink]
+State = dict[str, Any]
+
+
+def changed(times: int, model: nn.Module | None = None) -> nn.Module:
+    """Add one to all parameters so many times."""
+    model = tiny() if model is None else model
+    with torch.no_grad():
+        for _ in range(times):
+            for parameter in model.parameters():
+                parameter.add_(1)
+    return model
+
+
+def alone(check: Callable[[], object]) -> None:
+    """Run in another process: the threads of gloo and of a store cannot be forked."""
+    run_ranks(check, 1)
+
+
+def update_three_times(servers: Sequence[FakeServer], new_sink: NewSink) -> list[list[State]]:
+    """Send what a model has, thrice, and change it in between; return the states of all servers after each update."""
+
+    def check() -> list[list[State]]:
+        model, sink = shard(tiny(), "1d", 3), new_sink()
+        exporter, states = Exporter(model), []
+        for _ in range(3):
+            exporter.send(sink)
+            if sink.num_updates:
+                states.append([server.state() for server in servers])
+            changed(1, model)
+        sink.disconnect()  # type: ignore[attr-defined]
+        return states
+
+    states, *others = run_ranks(check, 3)
+    assert others == [[], []]
+    return states
+
+
+def fail_and_update_again(
+    server: FakeServer, kind: str, new_sink: NewSink, *, stall_seconds: float = 0
+) -> tuple[str, State, State]:
+    """Send to a server that is to fail, soon and with one message on all ranks; then send other values.
+
+    Args:
+        server: The server; stopped in the end.
+        kind: How it fails.
+        new_sink: Makes a sink on every rank.
+        stall_seconds: How long to wait for one that stalls.
+
+    Returns:
+        The message; the server's state after the failure, nothing of one that died, and after the second update.
+    """
+
+    def check() -> tuple[str, float, State, State]:
+        sink, is_lead = new_sink(), dist.get_rank() == 0
+        model = shard(tiny(), "1d", 3)
+        exporter, begin = Exporter(model), time.monotonic()
+        with pytest.raises(SinkError) as caught:
+            exporter.send(sink)
+        seconds = time.monotonic() - begin
+        failed = server.state() if is_lead and kind != "die" else {}
+        changed(1, model)
+        time.sleep(stall_seconds if kind == "stall" else 0)
+        with server.restarted() if is_lead and kind == "die" else nullcontext():
+            exporter.send(sink)
+            return str(caught.value), seconds, failed, server.state() if is_lead else {}
+
+    try:
+        messages, seconds, (failed, *_), (state, *_) = zip(*run_ranks(check, 3), strict=True)
+    finally:
+        server.stop()
+    assert max(seconds) < 8
+    assert len(set(messages)) == 1
+    return messages[0], failed, state
+
+
+def fail_on_one_rank(server: FakeServer, sink_class: type[BroadcastSink], **options: Any) -> State:
+    """Let a rank fail in the middle of an update, then send other values; return the server's state in between."""
+
+    def check() -> State:
+        class Failing(sink_class):  # type: ignore[misc, valid-type]
+            is_failing = True
+
+            def write(self, piece: Any) -> None:
+                super().write(piece)
+                if self.is_failing and dist.get_rank() == 2 and piece.info.name == "two_rows":
+                    raise ValueError("out of luck")
+
+        sink = Failing(server.url, bucket_bytes=1, timeout=5, **options)
+        model = shard(tiny(), "1d", 3)
+        exporter, begin = Exporter(model, bucket_bytes=1), time.monotonic()
+        with pytest.raises(ExportError, match="out of luck"):
+            exporter.send(sink)
+        assert time.monotonic() - begin < 5
+        state = server.state() if dist.get_rank() == 0 else {}
+        Failing.is_failing = False
+        changed(1, model)
+        exporter.send(sink)
+        return state
+
+    state, *_ = run_ranks(check, 3)
+    return state
+
+
+def slow(server: FakeServer, sink_class: type[BroadcastSink], **options: Any) -> None:
+    """Send twice, one tensor after the other and each of them late (trl#7103)."""
+
+    def check() -> None:
+        class Slow(sink_class):  # type: ignore[misc, valid-type]
+            def _send(self, bucket: Any) -> None:
+                time.sleep(0.1)
+                super()._send(bucket)
+
+        exporter = Exporter(shard(tiny(), "1d", 3), bucket_bytes=1)
+        sink = Slow(server.url, bucket_bytes=1, timeout=5, **options)
+        for _ in range(2):
+            exporter.send(sink)
+
+    run_ranks(check, 3)
