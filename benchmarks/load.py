@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +23,7 @@ from measuring import publish, summary
 from safetensors.torch import load_file
 from save import build
 from sharded_model import facts_of, process_group
-from timing import timed
+from timing import in_turn, timed
 from torch import nn
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -129,22 +128,13 @@ def main() -> None:
         model, config = build(options)
         folder = options.folder / "checkpoint"
         save_checkpoint(model, folder, fsync=False)
-        measure_all(model, folder, config, options)
-
-
-def measure_all(model: nn.Module, folder: Path, config: transformers.Qwen2Config, options: argparse.Namespace) -> None:
-    names = options.methods.split(",")
-    expected = checksums(model)
-    figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(options.repeats):
-        for name in names:
-            figures[name].append(measure(name, model, folder, is_cold=options.cold))
-            if name != "raw" and checksums(model) != expected:
-                raise SystemExit(f"{name} has loaded other values")
-            if dist.get_rank() == 0:
-                print(f"{name}: {figures[name][-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
-        if dist.get_rank() == 0:
-            report(figures, model, config, options)
+        expected = checksums(model)
+        in_turn(
+            options.methods.split(","),
+            options.repeats,
+            lambda name: measure(name, model, folder, expected, is_cold=options.cold),
+            lambda figures: report(figures, model, config, options),
+        )
 
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
@@ -166,14 +156,17 @@ def forget(folder: Path) -> None:
         os.close(handle)
 
 
-def measure(name: str, model: nn.Module, folder: Path, *, is_cold: bool) -> dict[str, float]:
-    """Run one method once."""
+def measure(name: str, model: nn.Module, folder: Path, expected: list[str | int], *, is_cold: bool) -> dict[str, float]:
+    """Run one method once, and look at what it has loaded."""
     for shard in shards(model):
         shard.zero_()
     gc.collect()
     if is_cold and dist.get_rank() == 0:
         forget(folder)
-    return timed(lambda: METHODS[name][1](model, folder))
+    figures = timed(lambda: METHODS[name][1](model, folder))
+    if name != "raw" and checksums(model) != expected:
+        raise SystemExit(f"{name} has loaded other values")
+    return figures
 
 
 def report(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ import transformers
 from measuring import publish, summary
 from methods import METHODS
 from sharded_model import config_of, facts_of, process_group, sharded
-from timing import timed
+from timing import in_turn, timed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -41,7 +40,12 @@ def main() -> None:
     options = parser.parse_args()
     with process_group(options.device):
         model, config = build(options)
-        measure_all(model, config, options)
+        in_turn(
+            options.methods.split(","),
+            options.repeats,
+            lambda name: measure(name, model, options.folder / name),
+            lambda figures: report(figures, config, options),
+        )
 
 
 def build(options: argparse.Namespace) -> tuple[nn.Module, transformers.Qwen2Config]:
@@ -50,19 +54,6 @@ def build(options: argparse.Namespace) -> tuple[nn.Module, transformers.Qwen2Con
     mesh = init_device_mesh(options.device, (dist.get_world_size(),))
     policy = CPUOffloadPolicy(pin_memory=options.device == "cuda") if options.offload else OffloadPolicy()
     return sharded(config, mesh, "cpu" if options.offload else options.device, policy), config
-
-
-def measure_all(model: nn.Module, config: transformers.Qwen2Config, options: argparse.Namespace) -> None:
-    """Run all methods in turn, and that several times; results are complete after every turn."""
-    names = options.methods.split(",")
-    figures: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for _ in range(options.repeats):
-        for name in names:
-            figures[name].append(measure(name, model, options.folder / name))
-            if dist.get_rank() == 0:
-                print(f"{name}: {figures[name][-1]['seconds']:.2f} s", file=sys.stderr, flush=True)
-        if dist.get_rank() == 0:
-            report(figures, config, options)
 
 
 def measure(name: str, model: nn.Module, folder: Path) -> dict[str, float]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from measuring import Peak, read_bytes, unbacked_bytes, written_bytes
 
-__all__ = ["timed"]
+__all__ = ["in_turn", "timed"]
+
+Figures = dict[str, list[dict[str, float]]]
 
 
 def timed(run: Callable[[], object], *, empties_cache: bool = True) -> dict[str, float]:
@@ -42,3 +45,17 @@ def timed(run: Callable[[], object], *, empties_cache: bool = True) -> dict[str,
     dist.barrier()
     keys = ("seconds", "host_bytes", "device_bytes", "read_bytes")
     return {**dict(zip(keys, worst.tolist(), strict=True)), "written_bytes": written.item()}
+
+
+def in_turn(
+    names: Sequence[str], repeats: int, measure: Callable[[str], dict[str, float]], report: Callable[[Figures], None]
+) -> None:
+    """Measure all methods in turn, and that several times; the first rank reports after every turn. Collective."""
+    figures: Figures = {name: [] for name in names}
+    for _ in range(repeats):
+        for name in names:
+            figures[name].append(measure(name))
+            if dist.get_rank() == 0:
+                print(f"{name}: {figures[name][-1]['seconds']:.3f} s", file=sys.stderr, flush=True)
+        if dist.get_rank() == 0:
+            report(figures)
