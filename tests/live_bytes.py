@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import time
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -41,3 +43,14 @@ def storages(tree: Any) -> list[Any]:
 def tensors_alive() -> list[torch.Tensor]:
     """Return the tensors that Python has an object of; parameters are left out."""
     return [each for each in gc.get_objects() if type(each) is torch.Tensor]
+
+
+def left_over(before: Collection[int]) -> list[torch.Size]:
+    """Return the shapes of tensors that were made since, by their `id` before, and stay without a collection.
+
+    A thread of gloo may have those of its last collective for a moment longer.
+    """
+    deadline = time.monotonic() + 5
+    while (left := [each.shape for each in tensors_alive() if id(each) not in before]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return left

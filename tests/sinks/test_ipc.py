@@ -14,7 +14,7 @@ import torch.distributed as dist
 from exports import assert_same, expected_export
 from faults import Outcome, outcome_of, the_error
 from ipc_engine import Engine, FileIPC, engine
-from live_bytes import tensors_alive
+from live_bytes import left_over, tensors_alive
 from models import shard, tiny
 from ranks import run_ranks
 
@@ -82,7 +82,7 @@ def send_with_fault(
         gc.disable()
         before = {id(each) for each in tensors_alive()}
         outcome = outcome_of(lambda: exporter.send(sink))
-        assert [each.shape for each in tensors_alive() if id(each) not in before] == []
+        assert left_over(before) == []
         gc.enable()
         dist.barrier()
         sink.timeout = 10
