@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -150,6 +151,8 @@ def _be_rank(
 ) -> None:
     faulthandler.register(signal.SIGUSR1, file=2)
     torch.set_num_threads(1)
+    # What the parent left for its collector (threads, sockets, process groups) is not for a fork to end.
+    gc.freeze()
     try:
         dist.init_process_group(
             "gloo",
