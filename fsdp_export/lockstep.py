@@ -9,6 +9,7 @@ Loop variables are deleted: they would keep a bucket while the next is gathered.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from .fence import Operation
-from .gather import Slice
+from .gather import GatherPlan, Slice
 from .plan import BucketPlan, Plan, share_out
 from .sources.base import Source
 from .steps import Piece, Rows, Step, Window
@@ -25,23 +26,36 @@ from .steps import Piece, Rows, Step, Window
 __all__ = ["GatheredBucket", "gathered_buckets", "gathered_pieces"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GatheredBucket:
-    """Gathered windows: the rows of every input of every window, in order, valid once `event` has happened."""
+    """Gathered windows: the rows of every input of every window, in order, valid once it is completed.
+
+    Attributes:
+        windows: The windows.
+        tensors: The rows.
+        strangers: Those of them whose memory is not of the stream of the consumer.
+        stream: That stream, as it was when the memory was taken.
+        event: Happens when the rows are there.
+    """
 
     windows: Sequence[Window]
     tensors: Sequence[torch.Tensor]
-    event: Any
+    strangers: Sequence[torch.Tensor]
+    stream: Any
+    event: Any = None
 
-    def completed(self, operation: Operation) -> GatheredBucket:
-        """Wait for the device, and tie the memory to the stream of the consumer as well."""
+    def complete(self, operation: Operation) -> None:
+        """Wait for the device. Memory that is not of the current stream is tied to it."""
         if self.event is not None:
             operation.wait(self.event.query)
-            if self.tensors:
-                consumer = _current_stream(self.tensors[0].device)
-                for tensor in self.tensors:
-                    tensor.record_stream(consumer)
-        return self
+            current = _current_stream(self.stream.device)
+            for tensor in self.strangers if current == self.stream else self.tensors:
+                tensor.record_stream(current)
+
+    def abandon(self, gathers: Any) -> None:
+        """Keep the memory until what is queued has written it, though nobody wants that any more."""
+        for tensor in self.tensors if gathers is not None else ():
+            tensor.record_stream(gathers)
 
     def pieces(self) -> Iterator[Piece]:
         """Yield the outputs of windows that hold whole steps, or units that outputs come whole with."""
@@ -101,46 +115,74 @@ def gathered_buckets(buckets: Sequence[BucketPlan], source: Source, operation: O
     On a device shards come from the host on one stream while the bucket before them is gathered on another one.
     """
     reads, gathers = _side_streams(source.device) if source.device.type != "cpu" else (None, None)
-    ahead: GatheredBucket | None = None
-    for bucket in buckets:
-        plan = bucket.gather(source.rank)
-        if reads is not None and gathers is not None:
-            # What training or the consumer has queued comes first; a bucket it still reads is not free yet.
-            queued = _current_stream(source.device).record_event()
-            reads.wait_event(queued)
-            gathers.wait_event(queued)
-            operation.wait(queued.query)
-        with _on(reads):
-            blocks = [_block(each, held, source) for each, held in zip(plan.slices, plan.held, strict=True)]
-        with _on(gathers):
-            gather = plan.begin(blocks, source.groups)
-        operation.agree()
-        with _on(gathers):
-            if gathers is not None:
-                gathers.wait_stream(reads)
-                for block in blocks:
-                    block.record_stream(gathers)
-            gather.launch()
-            current = GatheredBucket(bucket.windows, gather.outputs, _event(gathers))
-        del blocks, gather
-        if ahead is not None:
-            yield ahead.completed(operation)
-        ahead = current
-        del current
-    if ahead is not None:
-        yield ahead.completed(operation)
+    in_flight: deque[GatheredBucket] = deque()
+    try:
+        for bucket in buckets:
+            plan, consumer = bucket.gather(source.rank), _idle_stream(source.device, operation)
+            with _on(reads):
+                blocks, made = _blocks(plan, source)
+            gather = plan.begin(blocks, source.groups, lambda: _on(gathers))
+            operation.agree()
+            in_flight.append(GatheredBucket(bucket.windows, gather.outputs, gather.uncut, consumer))
+            with _on(gathers):
+                if gathers is not None:
+                    gathers.wait_stream(reads)
+                    gathers.wait_stream(consumer)
+                    for block in made:
+                        block.record_stream(gathers)
+                gather.launch()
+                in_flight[-1].event = gathers.record_event() if gathers is not None else None
+            del blocks, made, gather
+            if len(in_flight) > 1:
+                yield _completed(in_flight, operation)
+        while in_flight:
+            yield _completed(in_flight, operation)
+    finally:
+        for left in in_flight:
+            left.abandon(gathers)
 
 
-def _block(each: Slice, held: Sequence[Rows], source: Source) -> torch.Tensor:
-    """Bring this rank's block of a slice to the device."""
-    rows = [source.rows(each.spec, *part) for part in held]
-    if each.spec.sharding.is_replicated or rows[0].device != source.device:
+def _completed(in_flight: deque[GatheredBucket], operation: Operation) -> GatheredBucket:
+    in_flight[0].complete(operation)
+    return in_flight.popleft()
+
+
+def _idle_stream(device: torch.device, operation: Operation) -> Any:
+    """Return the current stream of a device, None on the CPU.
+
+    What training or the consumer has queued there comes first: a bucket that it still reads is not free yet.
+    """
+    if device.type == "cpu":
+        return None
+    stream = _current_stream(device)
+    operation.wait(stream.record_event().query)
+    return stream
+
+
+def _blocks(plan: GatherPlan, source: Source) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return this rank's block of every slice, on the device, and those of them that were made here."""
+    blocks, made = [], []
+    for each, held in zip(plan.slices, plan.held, strict=True):
+        rows = [source.rows(each.spec, *part) for part in held]
+        block = rows[0]
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
-        is_async, copy = source.device.type != "cpu", each.spec.sharding.is_replicated
-        # Each by itself: what the host puts together or casts is slower to make, and not pinned.
-        rows = [part.to(source.device, non_blocking=is_async, copy=copy) for part in rows]
-    block = torch.cat(rows) if len(rows) > 1 else rows[0]
-    return (block if block.dtype == each.dtype else block.to(each.dtype)).contiguous()
+        if len(rows) > 1 or each.spec.sharding.is_replicated or not _is_ready(block, each.dtype, source.device):
+            block = _made(rows, each, source.device)
+            made.append(block)
+        blocks.append(block)
+    return blocks, made
+
+
+def _is_ready(block: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:
+    return block.dtype == dtype and block.device == device and block.is_contiguous()
+
+
+def _made(rows: Sequence[torch.Tensor], each: Slice, device: torch.device) -> torch.Tensor:
+    """Bring the rows of a block to a device, in their dtype."""
+    is_async, copy = device.type != "cpu", each.spec.sharding.is_replicated
+    # Each by itself: what the host puts together or casts is slower to make, and not pinned.
+    rows = [part.to(device, non_blocking=is_async, copy=copy) for part in rows]
+    return (torch.cat(rows) if len(rows) > 1 else rows[0]).to(each.dtype).contiguous()
 
 
 @functools.cache
@@ -156,7 +198,3 @@ def _current_stream(device: torch.device) -> Any:
 
 def _on(stream: Any) -> AbstractContextManager[object]:
     return stream if stream is not None else nullcontext()
-
-
-def _event(stream: Any) -> Any:
-    return stream.record_event() if stream is not None else None

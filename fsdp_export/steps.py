@@ -102,7 +102,7 @@ class Part:
 
     def of_all(self, inputs: Sequence[torch.Tensor], first_row: int) -> Iterator[Piece]:
         """Convert rows of an input of which this output is all."""
-        yield Piece(self.info, first_row, inputs[0].to(self.info.dtype).contiguous())
+        yield Piece(self.info, first_row, _as(inputs[0], self.info.dtype))
 
     def within(self, first: int, stop: int) -> tuple[int, Rows] | None:
         """Return where in the output those of its rows begin that a range has, and which rows of the input they are.
@@ -273,8 +273,7 @@ def _cut_units(
     views = [part.of_each_row(rows) for part in kinds]
     for row in range(rows.shape[0]):
         for kind, info in by_unit.get(first_unit + row, ()):
-            tensor = views[kind][row]
-            yield Piece(info, 0, (tensor if tensor.dtype == dtype else tensor.to(dtype)).contiguous())
+            yield Piece(info, 0, _as(views[kind][row], dtype))
 
 
 def _cut_rows(parts: Sequence[Part], inputs: Sequence[torch.Tensor], first_unit: int) -> Iterator[Piece]:
@@ -284,7 +283,14 @@ def _cut_rows(parts: Sequence[Part], inputs: Sequence[torch.Tensor], first_unit:
         if inside is not None:
             first_row, (low, high) = inside
             tensor = part.of_rows(rows, low - first_unit, high - first_unit)
-            yield Piece(part.info, first_row, tensor.to(part.info.dtype).contiguous())
+            yield Piece(part.info, first_row, _as(tensor, part.info.dtype))
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in a dtype, contiguous. What is so already is not handed to torch, which takes its time."""
+    if tensor.dtype != dtype:
+        tensor = tensor.to(dtype)
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
 
 
 @dataclass(frozen=True, slots=True)

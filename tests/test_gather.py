@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from fsdp_export import gather
+from fsdp_export import collectives
 from fsdp_export.gather import GatherPlan, Groups, Slice
 from fsdp_export.spec import Mesh, Sharding, TensorSpec
 
@@ -116,8 +116,8 @@ def gather_random_buckets(seeds: range) -> None:
 @pytest.mark.parametrize("world_size", [4, 6])
 @pytest.mark.parametrize("small_bytes", [0, 48, 4 << 20], ids=["each-alone", "mixed", "one-bucket"])
 def test_random_buckets(world_size, small_bytes, monkeypatch):
-    monkeypatch.setattr(gather, "_SMALL_BYTES", small_bytes)
-    monkeypatch.setattr(gather, "_BATCH_BYTES", small_bytes)
+    monkeypatch.setattr(collectives, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(collectives, "_BATCH_BYTES", small_bytes)
     run_ranks(gather_random_buckets, world_size, range(12))
 
 

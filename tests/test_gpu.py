@@ -19,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_export import Exporter, load_checkpoint, save_checkpoint
+from fsdp_export.gather import Gather
 from fsdp_export.pending import PendingSave
 from fsdp_export.sinks.host_memory import host_memory
 from fsdp_export.sinks.staged import StagedSink
@@ -155,6 +156,46 @@ def test_the_consumer_may_be_slow_and_keep_everything():
         kept[name] = tensor.mul(2)
     for name, tensor in kept.items():
         assert torch.equal(tensor.cpu(), expected.state_dict()[name] * 2), name
+
+
+def test_the_consumer_may_go_from_stream_to_stream():
+    model, expected = sharded("gpu"), make()
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    kept, walk = {}, Exporter(model, bucket_bytes=200_000).tensors()
+    for index in range(len(expected.state_dict())):
+        with torch.cuda.stream(streams[index % 3]):
+            name, tensor = next(walk)
+            torch.cuda._sleep(2_000_000)
+            kept[name] = tensor.mul(2)
+            del tensor
+    assert next(walk, None) is None
+    torch.cuda.synchronize()
+    for name, tensor in kept.items():
+        assert torch.equal(tensor.cpu(), expected.state_dict()[name] * 2), name
+
+
+def test_a_walk_that_is_left_writes_into_no_memory_of_others(monkeypatch):
+    """The next bucket is on its way by then, here a slow one."""
+    model = sharded("gpu")
+    launch, launched = Gather.launch, []
+
+    def launch_slowly(gather: Gather) -> None:
+        if launched:
+            torch.cuda._sleep(5_000_000_000)
+        launched.append(gather.outputs[0].data_ptr())
+        launch(gather)
+
+    monkeypatch.setattr(Gather, "launch", launch_slowly)
+    torch.cuda.empty_cache()
+    walk = Exporter(model, bucket_bytes=600_000).tensors()
+    next(walk)
+    walk.close()
+    others = [torch.ones(1 << size, device="cuda") for size in (10, 14, 17, 19) for _ in range((1 << 22) >> size)]
+    torch.cuda.synchronize()
+    assert len(launched) == 2
+    assert all(bool((tensor == 1).all()) for tensor in others)
+    monkeypatch.undo()
+    check_tensors(model, make())
 
 
 def test_device_memory_is_bounded_by_buckets():

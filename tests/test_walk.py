@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from fsdp_export import Exporter, gather, walk
+from fsdp_export import Exporter, collectives, walk
 from fsdp_export.errors import ExportError, SinkError, SourceError
 from fsdp_export.plan import Plan
 from fsdp_export.sinks.base import Delivery, MemorySink, Sink
@@ -193,8 +193,8 @@ def many_megabytes(num_bytes: int, dim: int = 0) -> nn.Module:
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_at_most_two_buckets_are_alive(dim, use, monkeypatch):
     """Case G3. Beside the buckets: the scratch memory of one collective, which gloo may drop one later."""
-    monkeypatch.setattr(gather, "_SMALL_BYTES", 2 * MIB)
-    monkeypatch.setattr(gather, "_BATCH_BYTES", 2 * MIB)
+    monkeypatch.setattr(collectives, "_SMALL_BYTES", 2 * MIB)
+    monkeypatch.setattr(collectives, "_BATCH_BYTES", 2 * MIB)
     bucket_bytes, scratch_bytes = 10 * MIB, 3 * MIB
 
     def check() -> tuple[int, int]:

@@ -66,7 +66,9 @@ class Entry:
         """
         if value is None or is_lazy(value) or layout_of(value) is not self.layout:
             return None
-        local = local_of(value).detach()
+        local = local_of(value)
+        if local.requires_grad:
+            local = local.detach()
         if type(local) is not torch.Tensor or local.dtype != self.spec.dtype or local.layout != torch.strided:
             return None
         return None if local.is_meta or local.is_conj() or local.is_neg() else self.form.block(local)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers.utils import logging
 
-from fsdp_export import Exporter, export_checkpoint, gather
+from fsdp_export import Exporter, collectives, export_checkpoint
 from fsdp_export.conversion.live_twin import pretrained_twins
 from fsdp_export.conversion.transformers import HubForm, convert_stored
 from fsdp_export.conversion.twin import meta_twin
@@ -148,8 +148,8 @@ def test_a_model_that_was_wrapped_anywhere_is_what_save_pretrained_writes(tmp_pa
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_experts_are_gathered_by_buckets_and_not_by_tensors(share, monkeypatch):
     """Case E1, and verl#6691: a fused tensor does not fit where a few experts do."""
-    monkeypatch.setattr(gather, "_SMALL_BYTES", 2 << 10)
-    monkeypatch.setattr(gather, "_BATCH_BYTES", 2 << 10)
+    monkeypatch.setattr(collectives, "_SMALL_BYTES", 2 << 10)
+    monkeypatch.setattr(collectives, "_BATCH_BYTES", 2 << 10)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 64, "num_experts_per_tok": 2}
     others = {"vocab_size": 33, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 8}
 

@@ -1,0 +1,182 @@
+"""Blocks of tensors -> wider blocks, along one axis of a mesh: the collectives, and which tensors go through which.
+
+Bytes are moved, not values: gloo knows no fp8 and no unsigned types.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .compat import all_gather_into, sent_together
+from .memory import bytes_of
+from .spec import Mesh
+
+__all__ = ["Axis", "Part", "Send", "Stage", "stages"]
+
+Axis = tuple[Mesh, int]
+"""An axis of a mesh."""
+
+# Below this many gathered bytes a collective costs more than the copies in and out of a shared one (measured, NVLink).
+_SMALL_BYTES = 32 << 20
+_BATCH_BYTES = 128 << 20
+# Copied as they are; what else there is (fp8, unsigned types) as bytes.
+_COPIED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
+
+
+class Part:
+    """One tensor on its way through one all-gather.
+
+    Attributes:
+        index: Its place in the bucket.
+        sizes: Sizes of the blocks of all ranks in the dim that is gathered.
+        shape: Shape of what comes out: the blocks of all ranks, side by side in that dim.
+        is_even: Whether all blocks are equal and their bytes lie one after the other in what comes out.
+        num_outer: How many runs of bytes a block has: the product of the dims before the one that is gathered.
+        row_bytes: Bytes of such a run for each of `sizes`.
+        slot_bytes: Bytes that every rank sends: those of the largest block.
+        gathered_bytes: Those of all ranks.
+        sender: The only rank along the axis with a block, if there is but one.
+        packed_dtype: The dtype in which it is copied to and from scratch memory.
+    """
+
+    __slots__ = (
+        *("gathered_bytes", "index", "is_even", "num_outer", "packed_dtype"),
+        *("row_bytes", "sender", "shape", "sizes", "slot_bytes"),
+    )
+
+    def __init__(
+        self, index: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.index, self.sizes = index, sizes
+        self.shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
+        largest = max(sizes)
+        self.is_even = dim == 0 and min(sizes) == largest
+        self.num_outer = math.prod(shape[:dim])
+        self.row_bytes = math.prod(shape[dim + 1 :]) * dtype.itemsize
+        self.slot_bytes = self.num_outer * largest * self.row_bytes
+        self.gathered_bytes = len(sizes) * self.slot_bytes
+        holders = [position for position, size in enumerate(sizes) if size]
+        self.sender = holders[0] if len(holders) == 1 else None
+        self.packed_dtype = dtype if dtype in _COPIED_DTYPES and self.is_even else torch.uint8
+
+
+class Direct:
+    """Collectives from where the blocks are to where they belong, sent together.
+
+    They are for large parts of equal blocks of whole rows, and for those of which one rank has all.
+    """
+
+    scratch_bytes = 0
+
+    def __init__(self, parts: list[Part], axis: Axis) -> None:
+        self.parts, self.axis = parts, axis
+
+    def run(self, send: Send, scratch: torch.Tensor) -> None:
+        tensors = list(zip(self.parts, send.inputs, send.outputs, strict=True))
+        for part, block, output in tensors:
+            if part.sender is not None and block.numel():
+                output.copy_(block)
+        with sent_together(send.group, scratch.device):
+            for part, block, output in tensors:
+                if part.sender is None:
+                    all_gather_into(bytes_of(output), bytes_of(block), send.group)
+                else:
+                    dist.broadcast(bytes_of(output), group=send.group, group_src=part.sender)
+
+
+class Packed:
+    """One collective for parts whose blocks are laid one after the other into scratch memory.
+
+    A few kernels do it for all parts, since to start one takes longer than to copy a small tensor.
+    """
+
+    def __init__(self, parts: list[Part], axis: Axis) -> None:
+        self.parts, self.axis = parts, axis
+        self._num_ranks = len(parts[0].sizes)
+        self._slots = [part.slot_bytes for part in parts]
+        self._sent_bytes = sum(self._slots)
+        self.scratch_bytes = (1 + self._num_ranks) * self._sent_bytes
+
+    def run(self, send: Send, scratch: torch.Tensor) -> None:
+        sent, received = scratch[: self._sent_bytes], scratch[self._sent_bytes : self.scratch_bytes]
+        if self.parts[0].is_even:
+            self._run_even(send, sent, received)
+            return
+        torch.cat(list(self._filled(map(bytes_of, send.inputs), received)), out=sent)
+        all_gather_into(received, sent, send.group)
+        slots = received.view(self._num_ranks, self._sent_bytes)
+        begin = 0
+        for part, output in zip(self.parts, send.outputs, strict=True):
+            own = slots[:, begin : begin + part.slot_bytes]
+            runs = [
+                slot[: part.num_outer * size * part.row_bytes].view(part.num_outer, size * part.row_bytes)
+                for slot, size in zip(own, part.sizes, strict=True)
+            ]
+            torch.cat(runs, dim=1, out=bytes_of(output).view(part.num_outer, sum(part.sizes) * part.row_bytes))
+            begin += part.slot_bytes
+
+    def _run_even(self, send: Send, sent: torch.Tensor, received: torch.Tensor) -> None:
+        """As `run`, with few calls for each tensor: in their dtype they need not be viewed as bytes."""
+        dtype, inputs, outputs = self.parts[0].packed_dtype, send.inputs, send.outputs
+        if dtype == torch.uint8:
+            inputs, outputs = list(map(bytes_of, inputs)), list(map(bytes_of, outputs))
+        torch.cat([block if block.dim() == 1 else block.view(-1) for block in inputs], out=sent.view(dtype))
+        all_gather_into(received, sent, send.group)
+        slots = received.view(dtype).view(self._num_ranks, -1)
+        rows = [output.view(self._num_ranks, -1) for output in outputs]
+        torch.split_with_sizes_copy(slots, [size // dtype.itemsize for size in self._slots], dim=1, out=rows)
+
+    def _filled(self, blocks: Iterable[torch.Tensor], filler: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the bytes of this rank's blocks, each as long as the largest of any rank."""
+        for part, block in zip(self.parts, blocks, strict=True):
+            yield block
+            if block.numel() < part.slot_bytes:
+                yield filler[: part.slot_bytes - block.numel()]
+
+
+Stage = Direct | Packed
+
+
+class Send(NamedTuple):
+    """A stage with what goes in and comes out this time."""
+
+    stage: Stage
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    group: dist.ProcessGroup
+
+
+def stages(parts: Sequence[Part], axis: Axis) -> Iterator[Stage]:
+    """Send large parts from where they are, small and uneven ones through scratch memory."""
+    large = [part for part in parts if part.gathered_bytes >= _SMALL_BYTES]
+    direct = [part for part in large if part.is_even or part.sender is not None]
+    if direct:
+        yield Direct(direct, axis)
+    for part in large:
+        if not part.is_even and part.sender is None:
+            yield Packed([part], axis)
+    small: dict[tuple[bool, torch.dtype], list[Part]] = {}
+    for part in parts:
+        if part.gathered_bytes < _SMALL_BYTES:
+            small.setdefault((part.is_even, part.packed_dtype), []).append(part)
+    for alike in small.values():
+        for batch in _batches(alike):
+            yield Packed(batch, axis)
+
+
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    batch: list[Part] = []
+    room = _BATCH_BYTES
+    for part in parts:
+        if batch and part.gathered_bytes > room:
+            yield batch
+            batch, room = [], _BATCH_BYTES
+        batch.append(part)
+        room -= part.gathered_bytes
+    if batch:
+        yield batch
