@@ -21,8 +21,9 @@ __all__ = ["Axis", "Part", "Send", "Stage", "stages"]
 Axis = tuple[Mesh, int]
 """An axis of a mesh."""
 
-# Below this many gathered bytes a collective costs more than the copies in and out of a shared one (measured, NVLink).
-_SMALL_BYTES = 32 << 20
+# Below this many gathered bytes a collective costs more than the copies in and out of a shared one: measured with NCCL
+# over NVLink, and with gloo, for which copies cost far more.
+_SMALL_BYTES, _SMALL_BYTES_ON_CPU = 32 << 20, 2 << 20
 _BATCH_BYTES = 128 << 20
 # Copied as they are; what else there is (fp8, unsigned types) as bytes.
 _COPIED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
@@ -151,9 +152,16 @@ class Send(NamedTuple):
     group: dist.ProcessGroup
 
 
-def stages(parts: Sequence[Part], axis: Axis) -> Iterator[Stage]:
-    """Send large parts from where they are, small and uneven ones through scratch memory."""
-    large = [part for part in parts if part.gathered_bytes >= _SMALL_BYTES]
+def stages(parts: Sequence[Part], axis: Axis, device_type: str) -> Iterator[Stage]:
+    """Send large parts from where they are, small and uneven ones through scratch memory.
+
+    Args:
+        parts: What is gathered along an axis.
+        axis: The axis.
+        device_type: That of the device where it is.
+    """
+    small_bytes = _SMALL_BYTES_ON_CPU if device_type == "cpu" else _SMALL_BYTES
+    large = [part for part in parts if part.gathered_bytes >= small_bytes]
     direct = [part for part in large if part.is_even or part.sender is not None]
     if direct:
         yield Direct(direct, axis)
@@ -162,7 +170,7 @@ def stages(parts: Sequence[Part], axis: Axis) -> Iterator[Stage]:
             yield Packed([part], axis)
     small: dict[tuple[bool, torch.dtype], list[Part]] = {}
     for part in parts:
-        if part.gathered_bytes < _SMALL_BYTES:
+        if part.gathered_bytes < small_bytes:
             small.setdefault((part.is_even, part.packed_dtype), []).append(part)
     for alike in small.values():
         for batch in _batches(alike):

@@ -57,13 +57,14 @@ class GatherPlan:
     Args:
         slices: Every rank of the mesh gathers the same.
         rank: This process's global rank.
+        device_type: That of the device where they are gathered.
 
     Attributes:
         slices: The slices.
         held: For every slice the rows that this rank brings a block of.
     """
 
-    def __init__(self, slices: Sequence[Slice], rank: int) -> None:
+    def __init__(self, slices: Sequence[Slice], rank: int, device_type: str) -> None:
         self.slices = tuple(slices)
         self.held = tuple(each.held(rank) for each in slices)
         self._are_empty = [each.is_empty for each in slices]
@@ -80,7 +81,7 @@ class GatherPlan:
                     shapes[index] = part.shape
                     parts.setdefault((mesh, cuts[cut][1]), []).append(part)
             for axis, along_axis in parts.items():
-                self._stages += stages(along_axis, axis)
+                self._stages += stages(along_axis, axis, device_type)
         self._scratch_bytes = max((stage.scratch_bytes for stage in self._stages), default=0)
         last = {part.index: part for stage in self._stages for part in stage.parts}
         self._last = tuple(last.values())

@@ -118,7 +118,8 @@ def gathered_buckets(buckets: Sequence[BucketPlan], source: Source, operation: O
     in_flight: deque[GatheredBucket] = deque()
     try:
         for bucket in buckets:
-            plan, consumer = bucket.gather(source.rank), _idle_stream(source.device, operation)
+            consumer = _idle_stream(source.device, operation)
+            plan = bucket.gather(source.rank, source.device.type)
             with _on(reads):
                 blocks, made = _blocks(plan, source)
             gather = plan.begin(blocks, source.groups, lambda: _on(gathers))

@@ -41,18 +41,18 @@ class BucketPlan:
 
     def __init__(self, windows: Sequence[Window]) -> None:
         self.windows = windows
-        self._gathers: dict[int, GatherPlan] = {}
+        self._gathers: dict[tuple[int, str], GatherPlan] = {}
 
-    def gather(self, rank: int) -> GatherPlan:
-        """Return how a rank gathers the inputs of all windows, in their order; made once."""
-        if rank not in self._gathers:
+    def gather(self, rank: int, device_type: str) -> GatherPlan:
+        """Return how a rank gathers the inputs of all windows, in their order, on a kind of device; made once."""
+        if (rank, device_type) not in self._gathers:
             slices = [
                 Slice(spec, window.step.rows_of(spec, window.blocks), window.step.read_dtype or spec.dtype)
                 for window in self.windows
                 for spec in window.step.inputs
             ]
-            self._gathers[rank] = GatherPlan(slices, rank)
-        return self._gathers[rank]
+            self._gathers[rank, device_type] = GatherPlan(slices, rank, device_type)
+        return self._gathers[rank, device_type]
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def gather_random_buckets(seeds: range) -> None:
         for seed in seeds:
             chance = random.Random(seed)
             made = [random_block(chance, f"t{index}", mesh, rank) for index in range(chance.randint(1, 6))]
-            plan, groups = GatherPlan([each for each, *_ in made], rank), groups_of(device_mesh, mesh)
+            plan, groups = GatherPlan([each for each, *_ in made], rank, "cpu"), groups_of(device_mesh, mesh)
             for _ in range(2):
                 bucket = plan.begin([block for _, block, *_ in made], groups)
                 bucket.launch()
@@ -116,7 +116,7 @@ def gather_random_buckets(seeds: range) -> None:
 @pytest.mark.parametrize("world_size", [4, 6])
 @pytest.mark.parametrize("small_bytes", [0, 48, 4 << 20], ids=["each-alone", "mixed", "one-bucket"])
 def test_random_buckets(world_size, small_bytes, monkeypatch):
-    monkeypatch.setattr(collectives, "_SMALL_BYTES", small_bytes)
+    monkeypatch.setattr(collectives, "_SMALL_BYTES_ON_CPU", small_bytes)
     monkeypatch.setattr(collectives, "_BATCH_BYTES", small_bytes)
     run_ranks(gather_random_buckets, world_size, range(12))
 
@@ -138,7 +138,7 @@ def test_what_dtensor_distributes_comes_back_as_its_full_tensor():
                 sharding = Sharding.from_placements(mesh, dtensor.placements, "w")
                 spec = TensorSpec("w", tuple(shape), torch.int64, sharding)
                 local = dtensor.to_local().contiguous()
-                plan = GatherPlan([Slice(spec, ((0, shape[0]),), torch.int64)], dist.get_rank())
+                plan = GatherPlan([Slice(spec, ((0, shape[0]),), torch.int64)], dist.get_rank(), "cpu")
                 bucket = plan.begin([local], groups_of(device_mesh, mesh))
                 bucket.launch()
                 assert torch.equal(bucket.outputs[0], dtensor.full_tensor()), (placements, shape)
@@ -149,6 +149,6 @@ def test_what_dtensor_distributes_comes_back_as_its_full_tensor():
 def test_replicas_send_nothing():
     local = torch.ones(3, 2)
     spec = TensorSpec("w", (3, 2), torch.float32, Sharding(Mesh((0, 1), (2,))))
-    bucket = GatherPlan([Slice(spec, ((0, 3),), torch.float32)], 0).begin([local], {})
+    bucket = GatherPlan([Slice(spec, ((0, 3),), torch.float32)], 0, "cpu").begin([local], {})
     bucket.launch()
     assert bucket.outputs[0] is local

@@ -193,7 +193,7 @@ def many_megabytes(num_bytes: int, dim: int = 0) -> nn.Module:
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
 def test_at_most_two_buckets_are_alive(dim, use, monkeypatch):
     """Case G3. Beside the buckets: the scratch memory of one collective, which gloo may drop one later."""
-    monkeypatch.setattr(collectives, "_SMALL_BYTES", 2 * MIB)
+    monkeypatch.setattr(collectives, "_SMALL_BYTES_ON_CPU", 2 * MIB)
     monkeypatch.setattr(collectives, "_BATCH_BYTES", 2 * MIB)
     bucket_bytes, scratch_bytes = 10 * MIB, 3 * MIB
 

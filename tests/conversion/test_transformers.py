@@ -148,7 +148,7 @@ def test_a_model_that_was_wrapped_anywhere_is_what_save_pretrained_writes(tmp_pa
 @pytest.mark.parametrize("share", [0.1, 0.6])
 def test_experts_are_gathered_by_buckets_and_not_by_tensors(share, monkeypatch):
     """Case E1, and verl#6691: a fused tensor does not fit where a few experts do."""
-    monkeypatch.setattr(collectives, "_SMALL_BYTES", 2 << 10)
+    monkeypatch.setattr(collectives, "_SMALL_BYTES_ON_CPU", 2 << 10)
     monkeypatch.setattr(collectives, "_BATCH_BYTES", 2 << 10)
     sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 64, "num_experts_per_tok": 2}
     others = {"vocab_size": 33, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 4, "intermediate_size": 8}
