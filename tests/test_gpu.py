@@ -174,6 +174,12 @@ def test_the_consumer_may_go_from_stream_to_stream():
         assert torch.equal(tensor.cpu(), expected.state_dict()[name] * 2), name
 
 
+def pending_bytes() -> int:
+    """Return what was freed, and is kept for a stream that still uses it."""
+    stats = torch.cuda.memory_stats()
+    return int(stats["active_bytes.all.current"] - stats["allocated_bytes.all.current"])
+
+
 def test_a_walk_that_is_left_writes_into_no_memory_of_others(monkeypatch):
     """The next bucket is on its way by then, here a slow one."""
     model = sharded("gpu")
@@ -182,14 +188,17 @@ def test_a_walk_that_is_left_writes_into_no_memory_of_others(monkeypatch):
     def launch_slowly(gather: Gather) -> None:
         if launched:
             torch.cuda._sleep(5_000_000_000)
-        launched.append(gather.outputs[0].data_ptr())
+        launched.append(sum(tensor.nbytes for tensor in gather.outputs))
         launch(gather)
 
     monkeypatch.setattr(Gather, "launch", launch_slowly)
+    torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    assert not pending_bytes()
     walk = Exporter(model, bucket_bytes=600_000).tensors()
     next(walk)
     walk.close()
+    assert pending_bytes() >= (launched[1] if dist.get_world_size() > 1 else 0)
     others = [torch.ones(1 << size, device="cuda") for size in (10, 14, 17, 19) for _ in range((1 << 22) >> size)]
     torch.cuda.synchronize()
     assert len(launched) == 2
