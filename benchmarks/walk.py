@@ -71,6 +71,7 @@ def measure_model(kind: str, options: argparse.Namespace, *, offloads: bool) -> 
         "ours": ("fsdp-export", exporter.tensors),
     }
     if raw is not None:
+        walks["loop_cut"] = ("full_tensor() of each, cut into experts", partial(_loop_cut, model, options.device))
         walks["ours_fused"] = ("fsdp-export, experts left fused", raw.tensors)
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in walks}
     for _ in range(1 + options.repeats):
@@ -117,6 +118,17 @@ def _loop(model: nn.Module, device: str) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value
         else:
             yield name, cast("DTensor", value.to(device, non_blocking=True)).full_tensor()
+
+
+def _loop_cut(model: nn.Module, device: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `_loop`, with fused experts cut into a view for each projection of each, as an engine wants them."""
+    for name, value in _loop(model, device):
+        if ".experts." not in name:
+            yield name, value
+            continue
+        for index, expert in enumerate(value):
+            for part in expert.chunk(2) if "gate_up" in name else [expert]:
+                yield f"{name}.{index}", part
 
 
 def measure(walk: Walk) -> dict[str, float]:

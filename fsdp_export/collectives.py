@@ -16,7 +16,7 @@ from .compat import all_gather_into, sent_together
 from .memory import bytes_of
 from .spec import Mesh
 
-__all__ = ["Axis", "Part", "Send", "Stage", "stages"]
+__all__ = ["Axis", "Direct", "Packed", "Part", "Send", "Stage", "stages"]
 
 Axis = tuple[Mesh, int]
 """An axis of a mesh."""
@@ -37,6 +37,8 @@ class Part:
         sizes: Sizes of the blocks of all ranks in the dim that is gathered.
         shape: Shape of what comes out: the blocks of all ranks, side by side in that dim.
         is_even: Whether all blocks are equal and their bytes lie one after the other in what comes out.
+        is_direct: Whether they could be received there: they are rows, and all but the last block are equal.
+        is_short: Whether this rank's block is smaller than the largest.
         num_outer: How many runs of bytes a block has: the product of the dims before the one that is gathered.
         row_bytes: Bytes of such a run for each of `sizes`.
         slot_bytes: Bytes that every rank sends: those of the largest block.
@@ -46,7 +48,7 @@ class Part:
     """
 
     __slots__ = (
-        *("gathered_bytes", "index", "is_even", "num_outer", "packed_dtype"),
+        *("gathered_bytes", "index", "is_direct", "is_even", "is_short", "num_outer", "packed_dtype"),
         *("row_bytes", "sender", "shape", "sizes", "slot_bytes"),
     )
 
@@ -56,7 +58,9 @@ class Part:
         self.index, self.sizes = index, sizes
         self.shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
         largest = max(sizes)
-        self.is_even = dim == 0 and min(sizes) == largest
+        self.is_direct = dim == 0 and min(sizes[:-1]) == largest
+        self.is_even = self.is_direct and sizes[-1] == largest
+        self.is_short = shape[dim] < largest
         self.num_outer = math.prod(shape[:dim])
         self.row_bytes = math.prod(shape[dim + 1 :]) * dtype.itemsize
         self.slot_bytes = self.num_outer * largest * self.row_bytes
@@ -69,23 +73,40 @@ class Part:
 class Direct:
     """Collectives from where the blocks are to where they belong, sent together.
 
-    They are for large parts of equal blocks of whole rows, and for those of which one rank has all.
+    They are for large parts of blocks of whole rows, all but the last of them equal, and for those of which one rank
+    has all. A last block that is shorter is sent out of scratch memory, and received with as much memory behind the
+    output as it lacks.
     """
-
-    scratch_bytes = 0
 
     def __init__(self, parts: list[Part], axis: Axis) -> None:
         self.parts, self.axis = parts, axis
+        self.scratch_bytes = sum(part.slot_bytes for part in parts if part.is_short and part.sender is None)
+
+    @staticmethod
+    def room(part: Part, block: torch.Tensor) -> torch.Tensor:
+        """Allocate what comes out of a part, on the device and in the dtype of a block."""
+        if part.sender is not None or part.is_even:
+            return block.new_empty(part.shape)
+        return block.new_empty((len(part.sizes) * part.sizes[0], *part.shape[1:]))[: part.shape[0]]
 
     def run(self, send: Send, scratch: torch.Tensor) -> None:
-        tensors = list(zip(self.parts, send.inputs, send.outputs, strict=True))
-        for part, block, output in tensors:
-            if part.sender is not None and block.numel():
-                output.copy_(block)
+        """Fill the outputs."""
+        sent = []
+        for part, block, output in zip(self.parts, send.inputs, send.outputs, strict=True):
+            data = bytes_of(block)
+            if part.sender is not None:
+                if block.numel():
+                    output.copy_(block)
+            elif part.is_short:
+                padded, scratch = scratch[: part.slot_bytes], scratch[part.slot_bytes :]
+                padded[: len(data)] = data
+                data = padded
+            sent.append(data)
         with sent_together(send.group, scratch.device):
-            for part, block, output in tensors:
+            for part, data, output in zip(self.parts, sent, send.outputs, strict=True):
                 if part.sender is None:
-                    all_gather_into(bytes_of(output), bytes_of(block), send.group)
+                    received = output.as_strided((part.gathered_bytes // output.element_size(),), (1,))
+                    all_gather_into(received.view(torch.uint8), data, send.group)
                 else:
                     dist.broadcast(bytes_of(output), group=send.group, group_src=part.sender)
 
@@ -101,14 +122,25 @@ class Packed:
         self._num_ranks = len(parts[0].sizes)
         self._slots = [part.slot_bytes for part in parts]
         self._sent_bytes = sum(self._slots)
-        self.scratch_bytes = (1 + self._num_ranks) * self._sent_bytes
+        self._received_bytes = self._num_ranks * self._sent_bytes
+        self._sends_block = len(parts) == 1 and not parts[0].is_short
+        self.scratch_bytes = self._received_bytes + (0 if self._sends_block else self._sent_bytes)
+
+    @staticmethod
+    def room(part: Part, block: torch.Tensor) -> torch.Tensor:
+        """Allocate what comes out of a part, on the device and in the dtype of a block."""
+        return block.new_empty(part.shape)
 
     def run(self, send: Send, scratch: torch.Tensor) -> None:
-        sent, received = scratch[: self._sent_bytes], scratch[self._sent_bytes : self.scratch_bytes]
+        """Fill the outputs."""
+        received, sent = scratch[: self._received_bytes], scratch[self._received_bytes : self.scratch_bytes]
+        if self._sends_block:
+            sent = bytes_of(send.inputs[0])
         if self.parts[0].is_even:
             self._run_even(send, sent, received)
             return
-        torch.cat(list(self._filled(map(bytes_of, send.inputs), received)), out=sent)
+        if not self._sends_block:
+            torch.cat(list(self._filled(map(bytes_of, send.inputs), received)), out=sent)
         all_gather_into(received, sent, send.group)
         slots = received.view(self._num_ranks, self._sent_bytes)
         begin = 0
@@ -126,7 +158,8 @@ class Packed:
         dtype, inputs, outputs = self.parts[0].packed_dtype, send.inputs, send.outputs
         if dtype == torch.uint8:
             inputs, outputs = list(map(bytes_of, inputs)), list(map(bytes_of, outputs))
-        torch.cat([block if block.dim() == 1 else block.view(-1) for block in inputs], out=sent.view(dtype))
+        if not self._sends_block:
+            torch.cat([block if block.dim() == 1 else block.view(-1) for block in inputs], out=sent.view(dtype))
         all_gather_into(received, sent, send.group)
         slots = received.view(dtype).view(self._num_ranks, -1)
         rows = [output.view(self._num_ranks, -1) for output in outputs]
@@ -153,7 +186,7 @@ class Send(NamedTuple):
 
 
 def stages(parts: Sequence[Part], axis: Axis, device_type: str) -> Iterator[Stage]:
-    """Send large parts from where they are, small and uneven ones through scratch memory.
+    """Send large parts of rows from where they are, small ones and columns through scratch memory.
 
     Args:
         parts: What is gathered along an axis.
@@ -162,11 +195,11 @@ def stages(parts: Sequence[Part], axis: Axis, device_type: str) -> Iterator[Stag
     """
     small_bytes = _SMALL_BYTES_ON_CPU if device_type == "cpu" else _SMALL_BYTES
     large = [part for part in parts if part.gathered_bytes >= small_bytes]
-    direct = [part for part in large if part.is_even or part.sender is not None]
+    direct = [part for part in large if part.is_direct or part.sender is not None]
     if direct:
         yield Direct(direct, axis)
     for part in large:
-        if not part.is_even and part.sender is None:
+        if not part.is_direct and part.sender is None:
             yield Packed([part], axis)
     small: dict[tuple[bool, torch.dtype], list[Part]] = {}
     for part in parts:

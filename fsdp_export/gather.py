@@ -83,7 +83,7 @@ class GatherPlan:
             for axis, along_axis in parts.items():
                 self._stages += stages(along_axis, axis, device_type)
         self._scratch_bytes = max((stage.scratch_bytes for stage in self._stages), default=0)
-        last = {part.index: part for stage in self._stages for part in stage.parts}
+        last = {part.index: (part, stage) for stage in self._stages for part in stage.parts}
         self._last = tuple(last.values())
         self._uncut = tuple(index for index, each in enumerate(slices) if index not in last and not each.is_empty)
 
@@ -104,14 +104,14 @@ class GatherPlan:
             block.new_empty((_num_rows(each.rows), *each.spec.shape[1:])) if is_empty else block
             for each, is_empty, block in zip(self.slices, self._are_empty, blocks, strict=True)
         ]
-        last = {part: blocks[part.index].new_empty(part.shape) for part in self._last}
+        last = {part: stage.room(part, blocks[part.index]) for part, stage in self._last}
         sends = []
         with beside():
             for stage in self._stages:
                 inputs = [outputs[part.index] for part in stage.parts]
                 for part in stage.parts:
                     own = last.get(part)
-                    outputs[part.index] = own if own is not None else outputs[part.index].new_empty(part.shape)
+                    outputs[part.index] = own if own is not None else stage.room(part, outputs[part.index])
                 sends.append(Send(stage, inputs, [outputs[part.index] for part in stage.parts], groups[stage.axis]))
             device = blocks[0].device if blocks else None
             scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)

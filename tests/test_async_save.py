@@ -30,7 +30,7 @@ from ranks import free_port, run_ranks
 from safetensors.torch import load_file
 from torch import nn
 
-from fsdp_export import Exporter, MemorySink, PendingSave, gather, pending, save_checkpoint
+from fsdp_export import Exporter, MemorySink, PendingSave, collectives, pending, save_checkpoint
 from fsdp_export.errors import RankError, SinkError, UsageError
 from fsdp_export.fence import heartbeat
 from fsdp_export.sinks.files import FileSink
@@ -162,13 +162,13 @@ def test_the_config_is_that_of_the_call(tmp_path, monkeypatch):
 def test_no_collective_is_used_behind_the_loop_which_goes_on_with_its_own(tmp_path, monkeypatch):
     """Also exports of the same ranks, with the same exporter or another one, while a save is written."""
     threads: set[str] = set()
-    original = gather.all_gather_into
+    original = collectives.all_gather_into
 
     def spy(*args: Any, **options: Any) -> Any:
         threads.add(threading.current_thread().name)
         return original(*args, **options)
 
-    monkeypatch.setattr(gather, "all_gather_into", spy)
+    monkeypatch.setattr(collectives, "all_gather_into", spy)
 
     def check() -> set[str]:
         gate = Gate()

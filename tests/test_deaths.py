@@ -30,7 +30,7 @@ from models import shard
 from publish_faults import tree
 from ranks import run_ranks
 
-from fsdp_export import Exporter, gather, save_checkpoint
+from fsdp_export import Exporter, collectives, save_checkpoint
 from fsdp_export.fence import board, heartbeat
 from fsdp_export.sinks.files import FileSink
 
@@ -105,7 +105,7 @@ def test_a_rank_killed_in_write(folder, layout, number, store, victim):
 @pytest.mark.parametrize(("number", "victim"), [(0, 0), (0, 2), (2, 1)])
 def test_a_rank_killed_while_others_wait_in_a_gather(folder, number, victim):
     kind, text = export_with_death(
-        folder, victim, lambda *_: before_call(gather, "all_gather_into", die, number=number), "dim1"
+        folder, victim, lambda *_: before_call(collectives, "all_gather_into", die, number=number), "dim1"
     )
     assert kind == "RankError"
     assert f"rank {victim}" in text

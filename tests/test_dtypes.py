@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from fsdp_export import Exporter, export_checkpoint, gather, save_checkpoint
+from fsdp_export import Exporter, collectives, export_checkpoint, save_checkpoint
 from fsdp_export.cli import main
 from fsdp_export.compat import all_gather_into
 from fsdp_export.dtypes import Casts, DtypePolicy, model_dtype, scales_of_packed
@@ -211,7 +211,7 @@ def test_a_cast_that_narrows_comes_before_the_gather_of_what_is_only_moved(monke
         sent.append(shard_.nbytes)
         all_gather_into(output, shard_, *args)
 
-    monkeypatch.setattr(gather, "all_gather_into", counted)
+    monkeypatch.setattr(collectives, "all_gather_into", counted)
 
     def exported(make: Callable[[], Any], dtype: str) -> tuple[int, dict[str, torch.Tensor]]:
         sent.clear()

@@ -121,6 +121,26 @@ def test_shards_by_columns_are_gathered(folder, kind):
     check_tensors(model, make(), bucket_bytes=300_000)
 
 
+@pytest.mark.parametrize("policy", OFFLOAD.values(), ids=OFFLOAD)
+def test_large_rows_that_do_not_divide(policy):
+    """They are received where they belong, too."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    model = nn.ParameterList([torch.arange(num_rows * 16.0).view(num_rows, 16) for num_rows in (1_000_003, 900_001)])
+    fully_shard(model, mesh=mesh, offload_policy=policy)
+    if policy is OFFLOAD["gpu"]:
+        model.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    delivered = dict(Exporter(model).tensors())
+    num_bytes = sum(tensor.nbytes for tensor in delivered.values())
+    blocks = num_bytes / dist.get_world_size() * (2 if dist.get_world_size() > 1 else 1)
+    assert torch.cuda.max_memory_allocated() - before <= num_bytes + blocks + (1 << 20)
+    for name, num_rows in (("0", 1_000_003), ("1", 900_001)):
+        assert torch.equal(delivered[name].cpu(), torch.arange(num_rows * 16.0).view(num_rows, 16)), name
+
+
 @pytest.mark.parametrize("kind", ["pinned", "gpu"])
 def test_after_a_step_and_inside_an_unsharded_window(kind):
     model, expected = sharded(kind), make().cuda()
