@@ -19,6 +19,7 @@ from .agreement import agree_on_files, refuse_differences
 from .errors import ExportError, SourceError, UsageError, listing
 from .fence import Fence, Operation
 from .loading.hooks import MadeByHooks, check_hooks
+from .loading.lora_scale import warn_of_another_scale
 from .loading.matching import Match, match
 from .loading.materializing import initial_values, materialize, tensors_on_meta
 from .loading.memory import check_memory
@@ -121,6 +122,8 @@ def load(
             made = _check(model, plan, ranks, operation, strict=strict)
             values = initial_values(model, _uncovered(model, plan.match, plan.target))
             _agree(plan, ranks, operation, f"strict={strict} cast={cast}")
+            if rank == ranks[0] and plan.target.keeps_names:
+                warn_of_another_scale(model, plan.source.folder)
             has_begun = True
             materialize(model, device or plan.target.live.device, values)
             _fill(model, plan, made, operation, count)

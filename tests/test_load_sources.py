@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,31 @@ def test_a_model_of_peft_loads_its_base_its_adapter_or_both(kind: str, tmp_path:
 
     run_ranks(on_rank, 2)
     assert plain is None or "lora" in " ".join(plain.state_dict())
+
+
+def test_an_adapter_that_another_scale_was_trained_with_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with quiet():
+        model: Any = with_lora("plain")
+    save_checkpoint(model, tmp_path, fsync=False)
+    load_checkpoint(model, tmp_path)
+    assert not caplog.records
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    alpha = config["lora_alpha"]
+    path.write_text(json.dumps(config | {"lora_alpha": 2 * alpha, "alpha_pattern": {"q_proj": 3}}))
+    load_checkpoint(model, tmp_path)
+    told = [record.getMessage() for record in caplog.records]
+    assert [message.split(": the adapter")[0] for message in told] == [
+        f"{path} says lora_alpha={2 * alpha}, and the model has {alpha}",
+        f"{path} says alpha_pattern={{'q_proj': 3}}, and the model has {{}}",
+    ]
+    assert all(message.endswith("Give the model's LoraConfig the same") for message in told)
+    caplog.clear()
+    path.write_text("{")
+    load_checkpoint(model, tmp_path)
+    assert not caplog.records
 
 
 def test_the_base_model_goes_below_an_adapter_that_stays(tmp_path: Path) -> None:
