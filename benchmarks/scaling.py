@@ -46,6 +46,7 @@ def main() -> None:
         "title": f"Full tensors on each of several ranks, {runs[-1]['device']}, torch {runs[-1]['torch']}",
         "rows": [row for run in runs for row in run["rows"]],
     }
+    del facts["ranks"]  # each row has its own
     publish(options.results / "scaling.json", facts, _COLUMNS)
 
 
@@ -59,6 +60,7 @@ def measure(num_ranks: int, models: str, options: argparse.Namespace) -> dict[st
     run: dict[str, Any] = json.loads((results / "walk.json").read_text())
     limits = {row["model"]: row["min_seconds"] for row in run["rows"] if row["method"] == "limit"}
     for row in run["rows"]:
+        row["ranks"] = num_ranks
         row["title"] = f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'}: {row['title']}"
         row["of_limit"] = limits[row["model"]] / row["min_seconds"]
     return run

@@ -157,8 +157,9 @@ class Exporter:
         bucket's rows, which live as long as one of them.
 
         Collective: every rank must drain this, and ranks with several exporters must use them in the same order. A
-        rank that leaves early ends it: the others raise. The tensors belong to the consumer. Peak device memory: two
-        buckets and what the consumer keeps.
+        rank that leaves early ends it: the others raise. The tensors belong to the consumer, on the stream on which it
+        takes them: stay on one, and wait for it and call `record_stream` to read a tensor on another. Peak device
+        memory: two buckets and what the consumer keeps.
 
         Args:
             aliases: Whether a tied tensor comes once more, the same one, under each of its other names.

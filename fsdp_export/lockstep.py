@@ -35,6 +35,7 @@ class GatheredBucket:
         tensors: The rows.
         strangers: Those of them whose memory is not of the stream of the consumer.
         stream: That stream, as it was when the memory was taken.
+        read: What is read of the source's memory on the device, until they are there.
         event: Happens when the rows are there.
     """
 
@@ -42,6 +43,7 @@ class GatheredBucket:
     tensors: Sequence[torch.Tensor]
     strangers: Sequence[torch.Tensor]
     stream: Any
+    read: Sequence[torch.Tensor]
     event: Any = None
 
     def complete(self, operation: Operation) -> None:
@@ -51,10 +53,11 @@ class GatheredBucket:
             current = _current_stream(self.stream.device)
             for tensor in self.strangers if current == self.stream else self.tensors:
                 tensor.record_stream(current)
+        self.read = ()
 
     def abandon(self, gathers: Any) -> None:
-        """Keep the memory until what is queued has written it, though nobody wants that any more."""
-        for tensor in self.tensors if gathers is not None else ():
+        """Keep the memory until what is queued has read or written it, though nobody wants that any more."""
+        for tensor in (*self.tensors, *self.read) if gathers is not None else ():
             tensor.record_stream(gathers)
 
     def pieces(self) -> Iterator[Piece]:
@@ -121,10 +124,10 @@ def gathered_buckets(buckets: Sequence[BucketPlan], source: Source, operation: O
             consumer = _idle_stream(source.device, operation)
             plan = bucket.gather(source.rank, source.device.type)
             with _on(reads):
-                blocks, made = _blocks(plan, source)
+                blocks, made, read = _blocks(plan, source)
             gather = plan.begin(blocks, source.groups, lambda: _on(gathers))
             operation.agree()
-            in_flight.append(GatheredBucket(bucket.windows, gather.outputs, gather.uncut, consumer))
+            in_flight.append(GatheredBucket(bucket.windows, gather.outputs, gather.uncut, consumer, read))
             with _on(gathers):
                 if gathers is not None:
                     gathers.wait_stream(reads)
@@ -133,7 +136,7 @@ def gathered_buckets(buckets: Sequence[BucketPlan], source: Source, operation: O
                         block.record_stream(gathers)
                 gather.launch()
                 in_flight[-1].event = gathers.record_event() if gathers is not None else None
-            del blocks, made, gather
+            del blocks, made, read, gather
             if len(in_flight) > 1:
                 yield _completed(in_flight, operation)
         while in_flight:
@@ -160,18 +163,20 @@ def _idle_stream(device: torch.device, operation: Operation) -> Any:
     return stream
 
 
-def _blocks(plan: GatherPlan, source: Source) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return this rank's block of every slice, on the device, and those of them that were made here."""
-    blocks, made = [], []
+def _blocks(plan: GatherPlan, source: Source) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return this rank's block of every slice, on the device, those that were made here, and what is read there."""
+    blocks, made, read = [], [], []
     for each, held in zip(plan.slices, plan.held, strict=True):
         rows = [source.rows(each.spec, *part) for part in held]
         block = rows[0]
+        if block.device == source.device:
+            read += rows
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
         if len(rows) > 1 or each.spec.sharding.is_replicated or not _is_ready(block, each.dtype, source.device):
             block = _made(rows, each, source.device)
             made.append(block)
         blocks.append(block)
-    return blocks, made
+    return blocks, made, read
 
 
 def _is_ready(block: torch.Tensor, dtype: torch.dtype, device: torch.device) -> bool:

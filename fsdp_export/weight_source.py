@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -107,8 +107,13 @@ class WeightSource:
 def _own_stream(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
-    module = torch.get_device_module(device)
-    stream = module.Stream(device)
+    module, stream = torch.get_device_module(device), _stream(device)
     stream.wait_stream(module.default_stream(device))
     stream.wait_stream(module.current_stream(device))
     return stream
+
+
+@cache
+def _stream(device: torch.device) -> Any:
+    """Return a stream of a device, always the same: the allocator would keep every other one's memory as well."""
+    return torch.get_device_module(device).Stream(device)

@@ -185,6 +185,7 @@ def test_the_consumer_may_go_from_stream_to_stream():
     for index in range(len(expected.state_dict())):
         with torch.cuda.stream(streams[index % 3]):
             name, tensor = next(walk)
+            tensor.record_stream(streams[index % 3])  # its bucket came on another one
             torch.cuda._sleep(2_000_000)
             kept[name] = tensor.mul(2)
             del tensor

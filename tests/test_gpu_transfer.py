@@ -137,6 +137,17 @@ def test_a_consumer_that_changes_its_stream_behind_work_of_its_own_gets_right_va
         change(expected)
 
 
+def test_every_update_has_its_memory_from_the_same_streams():
+    """What the allocator keeps for one stream serves no other one."""
+    source, streams = WeightSource(Exporter(sharded("gpu"), bucket_bytes=300_000)), []
+    for _ in range(4):
+        for _ in source.iter_full():
+            pass
+        torch.cuda.synchronize()
+        streams.append({segment["stream"] for segment in torch.cuda.memory_snapshot()})
+    assert streams == streams[:1] * 4
+
+
 class Timed(VLLM):
     """Counts the seconds in which bytes move."""
 

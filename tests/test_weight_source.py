@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hub_models import hub_model
 from models import shard, tiny
 from ranks import run_ranks
 
-from fsdp_export import Exporter
+from fsdp_export import Exporter, weight_source
 from fsdp_export.errors import RankError
 from fsdp_export.weight_source import WeightSource
 
@@ -58,6 +59,28 @@ def test_it_has_the_shape_that_vllm_asks_for():
     assert source.metadata() is source.metadata  # a method until vLLM 0.31
     assert source.metadata == WeightSource(Exporter(tiny())).metadata
     assert all((meta.owners, meta.mesh_shape, meta.placements) == (None, None, None) for meta in source.metadata)
+
+
+class Stream:
+    """Stands in for a stream of a device."""
+
+    def __init__(self, device: object = None) -> None:
+        self.device, self.waited_for = device, list[object]()
+
+    def wait_stream(self, other: object) -> None:
+        self.waited_for.append(other)
+
+
+def test_every_update_is_on_the_same_stream_which_waits_for_training_anew(monkeypatch):
+    """What an allocator keeps for one stream serves no other one."""
+    default, current = Stream(), Stream()
+    module = SimpleNamespace(Stream=Stream, default_stream=lambda _: default, current_stream=lambda _: current)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    device = torch.device("cuda", 77)  # of no test that follows
+    first, second = (weight_source._own_stream(device) for _ in range(2))
+    assert first is second
+    assert first.device == device
+    assert first.waited_for == [default, current] * 2
 
 
 def test_a_sender_that_is_slow_is_waited_for_and_one_that_leaves_ends_it_for_all():

@@ -67,7 +67,7 @@ class Entry:
         if value is None or is_lazy(value) or layout_of(value) is not self.layout:
             return None
         local = local_of(value)
-        if local.requires_grad:
+        if local.requires_grad or type(local) is not torch.Tensor:  # a frozen parameter is not one
             local = local.detach()
         if type(local) is not torch.Tensor or local.dtype != self.spec.dtype or local.layout != torch.strided:
             return None

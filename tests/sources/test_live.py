@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_export import Exporter
 from fsdp_export.errors import RankError
+from fsdp_export.sources import live
 from fsdp_export.sources.live import named_tensors
 
 TOKENS = torch.arange(11).reshape(1, 11)
@@ -125,6 +126,22 @@ def test_ignored_parameters_are_replicated(world_size, tmp_path):
 def test_a_plain_module_without_any_group(tmp_path):
     assert not dist.is_initialized()
     assert_exports(tiny(), expected_export(tiny()), tmp_path)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False], ids=["trained", "frozen"])
+def test_a_later_walk_does_not_list_the_tensors_of_a_module_that_is_unchanged(requires_grad, monkeypatch):
+    model = tiny().requires_grad_(requires_grad)
+    exporter, listed = Exporter(model), []
+
+    def counted(module: nn.Module) -> dict[str, torch.Tensor]:
+        listed.append(module)
+        return named_tensors(module)
+
+    monkeypatch.setattr(live, "named_tensors", counted)
+    for is_later in (False, True):
+        listed.clear()
+        assert_same(dict(exporter.tensors()), expected_export(tiny()))
+        assert not (is_later and listed)
 
 
 def test_a_plain_module_within_a_group_is_a_replica(tmp_path):

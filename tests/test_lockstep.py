@@ -1,0 +1,158 @@
+"""Which memory a walk ties to which streams: tensors have no data here, and streams are stand-ins.
+
+What this keeps from happening on a real device is in `test_gpu.py`.
+"""
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fsdp_export.fence import Operation
+from fsdp_export.gather import Gather
+from fsdp_export.lockstep import GatheredBucket, _side_streams, gathered_buckets
+from fsdp_export.plan import BucketPlan
+from fsdp_export.spec import Mesh, Sharding, TensorSpec
+from fsdp_export.steps import Window, copy_step
+
+DEVICE = torch.device("meta")
+MESH = Mesh((0, 1, 2, 3), (2, 2))
+
+
+class Stream:
+    """Stands in for a stream of a device. All that is queued there has happened."""
+
+    current: Any
+
+    def __init__(self, device: torch.device = DEVICE) -> None:
+        self.device, self.waits_for = device, list[Stream]()
+
+    def __enter__(self) -> None:
+        self._before, Stream.current = Stream.current, self
+
+    def __exit__(self, *_: object) -> None:
+        Stream.current = self._before
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits_for.append(other)
+
+    def record_event(self) -> Any:
+        return SimpleNamespace(query=lambda: True)
+
+
+class Ties(TorchFunctionMode):
+    """Notes which tensors are tied to which streams, and on which the memory of an operator's result is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tied: list[tuple[torch.Tensor, Stream]] = []
+        self.taken: list[tuple[torch.Tensor, Stream]] = []
+
+    def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.taken.append((result, Stream.current))
+        return result
+
+    def streams_of(self, tensor: torch.Tensor) -> list[Stream]:
+        return [stream for tied, stream in self.tied if tied is tensor]
+
+    def taken_on(self, tensor: torch.Tensor) -> Stream:
+        return next(stream for taken, stream in self.taken if taken is tensor)
+
+
+class Memory:
+    """A source whose blocks lie on the device: of every other tensor a quarter, of the rest all."""
+
+    device, rank, groups = DEVICE, 0, {(MESH, axis): None for axis in range(2)}
+
+    def __init__(self) -> None:
+        shardings = [Sharding(MESH, ((0, 0), (1, 1))), Sharding(MESH)]
+        self.specs = [TensorSpec(f"t{i}", (4, 2), torch.float32, shardings[i % 2]) for i in range(6)]
+        self.blocks = [torch.empty(spec.sharding.box(spec.shape, 0).shape, device=DEVICE) for spec in self.specs]
+
+    def rows(self, spec: TensorSpec, *_: int) -> torch.Tensor:
+        return self.blocks[self.specs.index(spec)]
+
+
+@pytest.fixture
+def walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """A walk of three buckets of a tensor that is sharded and one that is not, and all that it did."""
+    Stream.current = consumer = Stream()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: _Module)
+    _side_streams.cache_clear()
+    launched: list[Gather] = []
+
+    def launch(gather: Gather) -> None:
+        launched.append(gather)
+        if len(launched) == seen.fails_at:
+            raise RuntimeError("the collective failed")
+
+    monkeypatch.setattr(Gather, "launch", launch)
+    source: Any = Memory()
+    pairs = zip(source.specs[::2], source.specs[1::2], strict=True)
+    buckets = [BucketPlan([Window(copy_step(spec), ((0, 4),)) for spec in pair]) for pair in pairs]
+    ties = Ties()
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *pair: ties.tied.append(pair))
+    with ties:
+        generator: Any = gathered_buckets(buckets, source, Operation())
+        _, gathers = _side_streams(DEVICE)
+        seen = SimpleNamespace(source=source, consumer=consumer, launched=launched, ties=ties, fails_at=None)
+        seen.buckets, seen.gathers = generator, gathers
+        yield seen
+        generator.close()
+    _side_streams.cache_clear()
+
+
+class _Module:
+    Stream = Stream
+
+    @staticmethod
+    def current_stream(_: torch.device) -> Any:
+        return Stream.current
+
+
+def test_what_is_gathered_is_of_the_consumers_stream_and_tied_to_no_other(walk):
+    buckets: list[GatheredBucket] = list(walk.buckets)
+    assert len(buckets) == 3
+    for bucket, gather in zip(buckets, walk.launched, strict=True):
+        sharded, copied = bucket.tensors
+        assert gather.outputs is bucket.tensors
+        assert walk.ties.taken_on(sharded) is walk.consumer
+        (between,) = gather._sends[0].outputs
+        for own in (between, gather._scratch):
+            assert walk.ties.taken_on(own) is walk.gathers
+        assert walk.ties.streams_of(sharded) == []
+        assert walk.ties.streams_of(copied) == [walk.gathers, walk.consumer]
+        assert not bucket.read
+    assert all(walk.ties.streams_of(block) == [] for block in walk.source.blocks)
+    assert walk.consumer in walk.gathers.waits_for
+
+
+def test_what_is_taken_on_another_stream_is_tied_to_that(walk):
+    next(walk.buckets)
+    with (other := Stream()):
+        sharded, copied = next(walk.buckets).tensors
+    assert walk.ties.streams_of(sharded) == [other]
+    assert walk.ties.streams_of(copied) == [walk.gathers, other]
+
+
+@pytest.mark.parametrize("fails_at", [None, 2], ids=["closed", "failed"])
+def test_what_is_left_in_flight_is_kept_with_what_is_read_for_it(walk, fails_at):
+    walk.fails_at = fails_at
+    if fails_at:
+        with pytest.raises(RuntimeError, match="the collective failed"):
+            next(walk.buckets)
+    else:
+        done = next(walk.buckets)
+        walk.buckets.close()
+        assert walk.ties.streams_of(done.tensors[0]) == []
+    handed_over = 0 if fails_at else 1
+    assert len(walk.launched) == 2
+    for gather in walk.launched[handed_over:]:
+        assert all(walk.gathers in walk.ties.streams_of(tensor) for tensor in gather.outputs)
+    ties = [walk.ties.streams_of(block) for block in walk.source.blocks]
+    assert ties == [[walk.gathers] if handed_over <= index // 2 < 2 else [] for index in range(6)]
