@@ -83,7 +83,7 @@ class Direct:
         self.scratch_bytes = sum(part.slot_bytes for part in parts if part.is_short and part.sender is None)
 
     @staticmethod
-    def room(part: Part, block: torch.Tensor) -> torch.Tensor:
+    def new_output(part: Part, block: torch.Tensor) -> torch.Tensor:
         """Allocate what comes out of a part, on the device and in the dtype of a block."""
         if part.sender is not None or part.is_even:
             return block.new_empty(part.shape)
@@ -127,7 +127,7 @@ class Packed:
         self.scratch_bytes = self._received_bytes + (0 if self._sends_block else self._sent_bytes)
 
     @staticmethod
-    def room(part: Part, block: torch.Tensor) -> torch.Tensor:
+    def new_output(part: Part, block: torch.Tensor) -> torch.Tensor:
         """Allocate what comes out of a part, on the device and in the dtype of a block."""
         return block.new_empty(part.shape)
 

@@ -104,14 +104,14 @@ class GatherPlan:
             block.new_empty((_num_rows(each.rows), *each.spec.shape[1:])) if is_empty else block
             for each, is_empty, block in zip(self.slices, self._are_empty, blocks, strict=True)
         ]
-        last = {part: stage.room(part, blocks[part.index]) for part, stage in self._last}
+        last = {part: stage.new_output(part, blocks[part.index]) for part, stage in self._last}
         sends = []
         with beside():
             for stage in self._stages:
                 inputs = [outputs[part.index] for part in stage.parts]
                 for part in stage.parts:
                     own = last.get(part)
-                    outputs[part.index] = own if own is not None else stage.room(part, outputs[part.index])
+                    outputs[part.index] = own if own is not None else stage.new_output(part, outputs[part.index])
                 sends.append(Send(stage, inputs, [outputs[part.index] for part in stage.parts], groups[stage.axis]))
             device = blocks[0].device if blocks else None
             scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)

@@ -203,4 +203,5 @@ def _current_stream(device: torch.device) -> Any:
 
 
 def _on(stream: Any) -> AbstractContextManager[object]:
-    return stream if stream is not None else nullcontext()
+    """Enter a stream; a cached one must not be entered by itself, which two threads could not do at once."""
+    return torch.get_device_module(stream.device).stream(stream) if stream is not None else nullcontext()

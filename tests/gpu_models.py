@@ -1,4 +1,4 @@
-"""What the tests on devices share: a process group, a folder of all ranks, and models sharded on a device mesh."""
+"""What the tests on devices share: a folder of all ranks, models sharded on a device mesh, and what comes of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
+
+from fsdp_export import Exporter, save_checkpoint
 
 OFFLOAD: dict[str, OffloadPolicy] = {
     "pinned": CPUOffloadPolicy(pin_memory=True),
@@ -75,3 +77,31 @@ def large_layers(kind: str) -> nn.Sequential:
         fully_shard(layer, offload_policy=OFFLOAD[kind])
     fully_shard(model, offload_policy=OFFLOAD[kind])
     return model
+
+
+def check_tensors(model: Any, expected: Any, **options: Any) -> None:
+    wanted = {name: value for name, value in expected.state_dict().items() if name != "lm_head.weight"}
+    if not expected.config.tie_word_embeddings:
+        wanted["lm_head.weight"] = expected.lm_head.weight
+    delivered = dict(Exporter(model, **options).tensors())
+    assert delivered.keys() == wanted.keys()
+    for name, tensor in delivered.items():
+        assert tensor.device == torch.device("cuda", torch.cuda.current_device())
+        assert torch.equal(tensor.cpu(), wanted[name]), name
+
+
+def check_folder(model: Any, expected: Any, folder: Path, **options: Any) -> None:
+    save_checkpoint(model, folder / "ours", max_shard_size="2MB", **options)
+    check_written(folder / "ours", expected)
+
+
+def check_written(folder: Path, expected: Any) -> None:
+    if dist.get_rank() == 0:
+        theirs = folder.with_name("theirs")
+        shutil.rmtree(theirs, ignore_errors=True)
+        expected.save_pretrained(theirs, max_shard_size="2MB")
+        names = sorted(path.name for path in theirs.glob("model*"))
+        assert names == sorted(path.name for path in folder.glob("model*"))
+        for name in names:
+            assert (folder / name).read_bytes() == (theirs / name).read_bytes(), name
+    dist.barrier()

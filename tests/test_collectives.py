@@ -45,7 +45,7 @@ def test_only_a_rank_with_a_shorter_block_copies_it(own_rows, scratch_rows):
     block = Part(0, (own_rows, 1024), 0, (50_000, 100), torch.uint8)
     (stage,) = stages([block], AXIS, "cuda")
     assert stage.scratch_bytes == scratch_rows * 1024
-    output = stage.room(block, torch.empty(0, dtype=torch.uint8))
+    output = stage.new_output(block, torch.empty(0, dtype=torch.uint8))
     assert output.shape == (50_100, 1024)
     assert output.is_contiguous()
     assert output.untyped_storage().nbytes() == 2 * 50_000 * 1024

@@ -111,6 +111,10 @@ class _Module:
     Stream = Stream
 
     @staticmethod
+    def stream(stream: Any) -> Any:
+        return stream
+
+    @staticmethod
     def current_stream(_: torch.device) -> Any:
         return Stream.current
 
