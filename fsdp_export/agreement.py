@@ -93,7 +93,8 @@ def _sample(source: StoredSource) -> str:
         count = min(inner, _SAMPLED)
         start = (*(size // 2 for size in outer), (inner - count) // 2)[: len(spec.shape)]
         shape = (*(1 for _ in outer), count)[: len(spec.shape)]
-        box, part = Box(start, tuple(map(add, start, shape))), torch.empty(shape, dtype=spec.dtype)
+        box = Box(start, tuple(map(add, start, shape)))
+        part = torch.empty(shape, dtype=spec.dtype, device="cpu")
         source.check(spec, box)
         source.read(spec, box, part)
         values.update(repr(spec.name).encode() + bytes(bytes_of(part).tolist()))

@@ -100,6 +100,7 @@ class Direct:
             elif part.is_short:
                 padded, scratch = scratch[: part.slot_bytes], scratch[part.slot_bytes :]
                 padded[: len(data)] = data
+                padded[len(data) :] = 0  # it comes out behind the output, and goes into a file with `torch.save`
                 data = padded
             sent.append(data)
         with sent_together(send.group, scratch.device):

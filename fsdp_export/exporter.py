@@ -154,7 +154,8 @@ class Exporter:
         """Yield every tensor whole, as `(name, tensor)`, in the order of the plan's steps, on the device.
 
         The experts of a fused tensor come a bucket at a time, and never all of it is held; each is a view of that
-        bucket's rows, which live as long as one of them.
+        bucket's rows, which live as long as one of them. Where rows do not divide, zeros may lie behind a large tensor
+        in its storage. `torch.save` writes whole storages: hand it a clone of either.
 
         Collective: every rank must drain this, and ranks with several exporters must use them in the same order. A
         rank that leaves early ends it: the others raise. The tensors belong to the consumer, on the stream on which it

@@ -97,7 +97,7 @@ class Mesh:
         torch numbers the ranks of a process group in ascending order, whatever the mesh says, and a shard lies where
         the group says: on a mesh [1, 0], FSDP2 gives the first rows to rank 0.
         """
-        ranks = torch.tensor(self.ranks).view(self.shape)
+        ranks = torch.tensor(self.ranks, device="cpu").view(self.shape)
         for axis, size in enumerate(self.shape):
             order = ranks.movedim(axis, 0).reshape(size, -1).argsort(0)
             if (order != order[:, :1]).any():

@@ -97,7 +97,7 @@ def _changed_alike(own: Mapping[str, object], named: Mapping[str, object], view:
         made_of = (id(named[spec.name]) for update in updates for spec in (*update.by_unit, *update.whole))
         how = ((update.form, update.scaling, update.tokens, update.rounds) for update in updates)
         alike.setdefault((id(own[base]), *made_of, *how), []).append(base)
-    groups = [(bases, torch.empty(0)) for bases in alike.values() if len(bases) > 1]
+    groups = [(bases, torch.empty(0, device="cpu")) for bases in alike.values() if len(bases) > 1]
     return {base: shared for bases, shared in groups for base in bases}
 
 

@@ -410,6 +410,19 @@ def test_a_forked_process_leaves_the_save_to_its_parent(tmp_path, monkeypatch):
         check_complete(tmp_path / name)
 
 
+def test_a_fork_that_sets_one_thread_is_not_given_more(tmp_path):
+    """OpenMP waits forever in a fork of a process that had several threads of it."""
+    torch.set_num_threads(max(2, torch.get_num_threads()))
+    assert (torch.ones(1 << 21) * 2).sum() == 1 << 22
+
+    def check() -> None:
+        assert torch.get_num_threads() == 1
+        save_later(nn.Linear(1024, 1024, bias=False), tmp_path / "out").wait()
+
+    run_ranks(check, 1, timeout=20)
+    assert saved_in(tmp_path / "out")["weight"].shape == (1024, 1024)
+
+
 def test_the_handle_tells_what_was_written_as_a_blocking_save_does(tmp_path, caplog):
     delivered: list[int] = []
     exporter = Exporter(hf_model("qwen2"))

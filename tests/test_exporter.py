@@ -6,15 +6,17 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from exports import assert_exports, assert_same, expected_export
 from models import hf_model, shard, tiny
 from ranks import run_ranks
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from fsdp_export import Exporter
+from fsdp_export import Exporter, export_checkpoint, load_checkpoint
 from fsdp_export.errors import NotFoundError, PlanError, RankError, SinkError, UsageError
 from fsdp_export.sinks.base import MemorySink, Sink
 from fsdp_export.steps import Piece
@@ -248,6 +250,32 @@ def test_an_export_within_an_export_is_refused(tmp_path, is_same):
         assert_same(dict(exporter.tensors()), expected_export(tiny()))
 
     run_ranks(check, 2)
+
+
+def test_no_default_device_decides_where_memory_of_ours_is(tmp_path):
+    """A script that makes its model on a device often has that as the default; on meta nothing could be read."""
+
+    def check() -> None:
+        model, other = shard(tiny(tied=False), "1d", 2), shard(tiny(tied=False), "1d", 2)
+        torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=tmp_path / "dcp")
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        with torch.device("meta"):
+            delivered = dict(Exporter(model).tensors())
+            Exporter(model).save(tmp_path / "now", format="safetensors", fsync=False)
+            Exporter(model).save(tmp_path / "later", format="safetensors", fsync=False, blocking=False).wait()
+            load_checkpoint(other, tmp_path / "now")
+        assert_same(delivered, expected)
+        assert_same(dict(Exporter(other).tensors()), expected)
+
+    expected = expected_export(tiny(tied=False))
+    run_ranks(check, 2)
+    with torch.device("meta"):
+        export_checkpoint(tmp_path / "dcp", tmp_path / "from-dcp", format="safetensors", fsync=False)
+    for folder in ("now", "later", "from-dcp"):
+        saved = load_file(tmp_path / folder / "model.safetensors")
+        assert_same({name: saved[name] for name in expected}, expected)
 
 
 def test_save_needs_a_module(tmp_path):

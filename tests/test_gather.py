@@ -146,6 +146,27 @@ def test_what_dtensor_distributes_comes_back_as_its_full_tensor():
     run_ranks(check, 4)
 
 
+@pytest.mark.parametrize("num_rows", [5, 4], ids=["a-shorter-last-block", "no-last-block"])
+def test_behind_an_output_lies_nothing_of_the_memory_of_a_rank(num_rows, monkeypatch):
+    """`torch.save` writes it. Memory that torch did not fill itself is full of 255 here."""
+    monkeypatch.setattr(collectives, "_SMALL_BYTES_ON_CPU", 0)
+
+    def check() -> None:
+        torch.use_deterministic_algorithms(True)
+        device_mesh, mesh = DeviceMesh("cpu", [0, 1, 2]), Mesh((0, 1, 2), (3,))
+        full = torch.arange(1, 3 * num_rows + 1, dtype=torch.int64).reshape(num_rows, 3)
+        spec = TensorSpec("w", (num_rows, 3), torch.int64, Sharding(mesh, ((0, 0),)))
+        plan = GatherPlan([Slice(spec, ((0, num_rows),), torch.int64)], dist.get_rank(), "cpu")
+        block = full[2 * dist.get_rank() : 2 * dist.get_rank() + 2]
+        bucket = plan.begin([block], groups_of(device_mesh, mesh))
+        bucket.launch()
+        assert torch.equal(bucket.outputs[0], full)
+        whole = torch.empty(0, dtype=torch.int64).set_(bucket.outputs[0].untyped_storage())
+        assert whole.tolist() == full.flatten().tolist() + [0] * (18 - full.numel())
+
+    run_ranks(check, 3)
+
+
 def test_replicas_send_nothing():
     local = torch.ones(3, 2)
     spec = TensorSpec("w", (3, 2), torch.float32, Sharding(Mesh((0, 1), (2,))))

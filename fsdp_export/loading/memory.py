@@ -76,7 +76,7 @@ def _shared(views: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
 
 def _check_apart(views: Mapping[str, torch.Tensor], num_bytes: int) -> None:
     """Refuse views of one storage that have a byte in common. Columns of one matrix have none."""
-    taken = torch.zeros(num_bytes, dtype=torch.bool)
+    taken = torch.zeros(num_bytes, dtype=torch.bool, device="cpu")
     for name, view in views.items():
         place = _place(taken, view)
         if place.any():
@@ -87,7 +87,7 @@ def _check_apart(views: Mapping[str, torch.Tensor], num_bytes: int) -> None:
 
 
 def _meet(one: torch.Tensor, other: torch.Tensor, num_bytes: int) -> bool:
-    taken = torch.zeros(num_bytes, dtype=torch.bool)
+    taken = torch.zeros(num_bytes, dtype=torch.bool, device="cpu")
     _place(taken, one).fill_(1)
     return bool(_place(taken, other).any())
 
@@ -120,6 +120,6 @@ def _overlaps(view: torch.Tensor) -> bool:
     if any(size > 1 and not stride for size, stride in zip(view.shape, view.stride(), strict=True)):
         return True
     begin, stop = (edge // view.itemsize for edge in _span(view))
-    taken = torch.zeros(stop - begin, dtype=torch.bool)
+    taken = torch.zeros(stop - begin, dtype=torch.bool, device="cpu")
     taken.as_strided(view.shape, view.stride()).fill_(1)
     return int(taken.sum()) < view.numel()

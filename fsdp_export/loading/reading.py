@@ -187,7 +187,7 @@ class _Staging:
     def __init__(self, device: torch.device, queued: Any) -> None:
         is_cpu = device.type == "cpu"
         self._parts = [
-            torch.empty(num_bytes, dtype=torch.uint8)
+            torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
             for num_bytes in ([_CAST_BYTES] if is_cpu else [_DEVICE_BYTES, _DEVICE_BYTES])
         ]
         self.stream: Any = None
@@ -204,7 +204,9 @@ class _Staging:
         if self._events[self._turn] is not None:
             self._events[self._turn].synchronize()
         part = self._parts[self._turn]
-        return part[:num_bytes] if num_bytes <= part.numel() else torch.empty(num_bytes, dtype=torch.uint8)
+        if num_bytes <= part.numel():
+            return part[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
     def copy(self, target: torch.Tensor, memory: torch.Tensor) -> None:
         """Copy to the module's memory what was read, into the memory taken last or other memory that is not pinned."""
@@ -261,7 +263,7 @@ class _Reader:
     def _read_covering(self, job: _Job) -> None:
         """Read whole rows, of which the job wants elements that are no block."""
         box = _covering(job.spec, job.target.shape, job.view)
-        rows = torch.empty(box.shape, dtype=job.spec.dtype)
+        rows = torch.empty(box.shape, dtype=job.spec.dtype, device="cpu")
         self._source.read(job.spec, box, rows)
         skipped = box.rows[0] * math.prod(job.spec.shape[1:]) if job.spec.shape else 0
         wanted = rows.as_strided(job.target.shape, job.view.strides, job.view.offset - skipped)

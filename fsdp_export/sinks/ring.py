@@ -33,7 +33,7 @@ class PinnedRing:
         self._streams: dict[torch.device, Any] = {}
         self._free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
         for _ in range(_NUM_SLOTS):
-            self._free.put(torch.empty(_SLOT_BYTES, dtype=torch.uint8, pin_memory=True))
+            self._free.put(torch.empty(_SLOT_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True))
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="fsdp-export-write")
         self._pending: list[Future[None]] = []
 

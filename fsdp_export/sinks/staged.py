@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -29,6 +30,8 @@ _MAX_THREADS = 8
 # Taken from the driver in one go, and freed one by one as they are written.
 _SLAB_BYTES = 512 << 20
 _ALIGNMENT = 512
+# Of the kernel's flags of a process, as proc(5) tells where they are.
+_PF_FORKNOEXEC = 0x40
 
 # By device: what a save staged there. Torch keeps that memory when it is written, which is room for the next save.
 _staged_before: dict[torch.device, int] = {}
@@ -253,8 +256,19 @@ def _threads_for_copies() -> Iterator[None]:
     """Let torch copy and cast with several threads, also where a launcher gave it one."""
     before = torch.get_num_threads()
     num_cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    torch.set_num_threads(max(before, min(num_cores, _MAX_THREADS)))
+    # A fork waits forever for threads of OpenMP that its parent had: whoever forks sets one, and is right.
+    most = 1 if _is_fork() else min(num_cores, _MAX_THREADS)
+    torch.set_num_threads(max(before, most))
     try:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _is_fork() -> bool:
+    """Tell whether this process was forked, and no other program was started in it."""
+    try:
+        flags = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[6]
+    except OSError:
+        return False
+    return bool(int(flags) & _PF_FORKNOEXEC)

@@ -208,7 +208,7 @@ def read_rows(files: ByteFiles, stored: Strided, first: int, target: torch.Tenso
     # Values of some dtypes cannot be copied, but those of integers as wide always can.
     target = target.view(_INTEGERS[itemsize])
     is_direct = target.is_contiguous() and order == sorted(order)
-    ordered = target if is_direct else torch.empty([shape[dim] for dim in order], dtype=target.dtype)
+    ordered = target if is_direct else target.new_empty([shape[dim] for dim in order])
     memory = ordered.reshape(-1).view(torch.uint8).numpy().data
     run_bytes = run * itemsize
     for number, index in enumerate(itertools.product(*(range(shape[dim]) for dim in outer))):
@@ -259,7 +259,7 @@ def _read_spans(files: ByteFiles, block: Strided, target: torch.Tensor, dim: int
     count = max(_SPAN_BYTES // max(stride * itemsize, 1), 1)
     for first in range(0, block.shape[dim], count):
         part = target.narrow(dim, first, min(count, block.shape[dim] - first))
-        span = torch.empty((part.shape[dim] - 1) * stride + inner, dtype=target.dtype)
+        span = target.new_empty((part.shape[dim] - 1) * stride + inner)
         files.read_into(block.file, block.offset + first * stride * itemsize, span.view(torch.uint8).numpy().data)
         part.copy_(span.as_strided(part.shape, block.strides))
 

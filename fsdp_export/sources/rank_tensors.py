@@ -192,7 +192,7 @@ class RankTensors:
                     raise self._copies_differ(key, f"other values in {other.file} than in {first.file}")
 
     def _read(self, stored: StoredView, first: int, shape: tuple[int, ...]) -> torch.Tensor:
-        target = torch.empty(shape, dtype=stored.view.dtype)
+        target = torch.empty(shape, dtype=stored.view.dtype, device="cpu")
         read_rows(self._files, locate_view(self._files, stored), first, target)
         return target.reshape(-1).view(torch.uint8)
 

@@ -210,7 +210,7 @@ class StoredSource:
             num_rows = max(_CHECK_BYTES // max(spec.row_bytes, 1), 1)
             for first in range(*common.rows, num_rows) if chunk.copies else ():
                 rows = common.of_rows(first, first + num_rows)
-                self.read(spec, rows, torch.empty(rows.shape, dtype=tensor.dtype))
+                self.read(spec, rows, torch.empty(rows.shape, dtype=tensor.dtype, device="cpu"))
 
     def extents(self, spec: TensorSpec, first: int, stop: int) -> list[Extent] | None:
         """Return where the bytes of rows lie; see `Source.extents`."""
@@ -237,7 +237,7 @@ class StoredSource:
     def _memory(self, tensor: StoredTensor, num_rows: int) -> torch.Tensor:
         shape = (num_rows, *tensor.shape[1:]) if tensor.shape else ()
         try:
-            return torch.empty(shape, dtype=tensor.dtype)
+            return torch.empty(shape, dtype=tensor.dtype, device="cpu")
         except RuntimeError as error:
             num_bytes = math.prod(shape) * tensor.dtype.itemsize
             what = f"{num_rows:,} rows that do not fit into memory"
