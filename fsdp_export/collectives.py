@@ -25,6 +25,8 @@ Axis = tuple[Mesh, int]
 # over NVLink, and with gloo, for which copies cost far more.
 _SMALL_BYTES, _SMALL_BYTES_ON_CPU = 32 << 20, 2 << 20
 _BATCH_BYTES = 128 << 20
+# More memory behind an output than this share of it is not worth the copies that it spares.
+_LACKING_SHARE = 1 / 8
 # Copied as they are; what else there is (fp8, unsigned types) as bytes.
 _COPIED_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32})
 
@@ -37,7 +39,8 @@ class Part:
         sizes: Sizes of the blocks of all ranks in the dim that is gathered.
         shape: Shape of what comes out: the blocks of all ranks, side by side in that dim.
         is_even: Whether all blocks are equal and their bytes lie one after the other in what comes out.
-        is_direct: Whether they could be received there: they are rows, and all but the last block are equal.
+        is_direct: Whether they can be received there: they are rows, cut as `torch.chunk` does, and what the last
+            blocks lack is a small part of it.
         is_short: Whether this rank's block is smaller than the largest.
         num_outer: How many runs of bytes a block has: the product of the dims before the one that is gathered.
         row_bytes: Bytes of such a run for each of `sizes`.
@@ -57,9 +60,11 @@ class Part:
     ) -> None:
         self.index, self.sizes = index, sizes
         self.shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
-        largest = max(sizes)
-        self.is_direct = dim == 0 and min(sizes[:-1]) == largest
-        self.is_even = self.is_direct and sizes[-1] == largest
+        largest, num_rows = max(sizes), sum(sizes)
+        is_chunked = all(size == min(max(num_rows - largest * i, 0), largest) for i, size in enumerate(sizes))
+        lacking = len(sizes) * largest - num_rows
+        self.is_direct = dim == 0 and is_chunked and lacking <= _LACKING_SHARE * num_rows
+        self.is_even = dim == 0 and not lacking
         self.is_short = shape[dim] < largest
         self.num_outer = math.prod(shape[:dim])
         self.row_bytes = math.prod(shape[dim + 1 :]) * dtype.itemsize
@@ -73,9 +78,8 @@ class Part:
 class Direct:
     """Collectives from where the blocks are to where they belong, sent together.
 
-    They are for large parts of blocks of whole rows, all but the last of them equal, and for those of which one rank
-    has all. A last block that is shorter is sent out of scratch memory, and received with as much memory behind the
-    output as it lacks.
+    They are for large parts of blocks of whole rows, and for those of which one rank has all. Last blocks that are
+    shorter are sent out of scratch memory, and received with as much memory behind the output as they lack.
     """
 
     def __init__(self, parts: list[Part], axis: Axis) -> None:
