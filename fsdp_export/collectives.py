@@ -5,7 +5,9 @@ Bytes are moved, not values: gloo knows no fp8 and no unsigned types.
 
 from __future__ import annotations
 
+import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -59,23 +61,56 @@ class Part:
         self, index: int, shape: tuple[int, ...], dim: int, sizes: tuple[int, ...], dtype: torch.dtype
     ) -> None:
         self.index, self.sizes = index, sizes
-        self.shape = (*shape[:dim], sum(sizes), *shape[dim + 1 :])
-        largest, num_rows = max(sizes), sum(sizes)
-        is_chunked = all(size == min(max(num_rows - largest * i, 0), largest) for i, size in enumerate(sizes))
-        lacking = len(sizes) * largest - num_rows
-        self.is_direct = dim == 0 and is_chunked and lacking <= _LACKING_SHARE * num_rows
+        total, largest, is_chunked, self.sender = _looked_at(sizes)
+        lacking = len(sizes) * largest - total
+        self.is_direct = dim == 0 and is_chunked and lacking <= _LACKING_SHARE * total
         self.is_even = dim == 0 and not lacking
         self.is_short = shape[dim] < largest
+        self.shape = (*shape[:dim], total, *shape[dim + 1 :])
         self.num_outer = math.prod(shape[:dim])
         self.row_bytes = math.prod(shape[dim + 1 :]) * dtype.itemsize
         self.slot_bytes = self.num_outer * largest * self.row_bytes
         self.gathered_bytes = len(sizes) * self.slot_bytes
-        holders = [position for position, size in enumerate(sizes) if size]
-        self.sender = holders[0] if len(holders) == 1 else None
         self.packed_dtype = dtype if dtype in _COPIED_DTYPES and self.is_even else torch.uint8
 
 
-class Direct:
+class Stage(ABC):
+    """What brings some parts one axis further.
+
+    Args:
+        parts: The parts.
+        axis: The axis.
+
+    Attributes:
+        parts: The parts.
+        axis: The axis.
+        scratch_bytes: Bytes of scratch memory that `run` needs.
+    """
+
+    scratch_bytes: int
+
+    def __init__(self, parts: list[Part], axis: Axis) -> None:
+        self.parts, self.axis = parts, axis
+
+    def new_output(self, part: Part, block: torch.Tensor) -> torch.Tensor:
+        """Allocate what comes out of a part, on the device and in the dtype of a block."""
+        return block.new_empty(part.shape)
+
+    @abstractmethod
+    def run(self, send: Send, scratch: torch.Tensor) -> None:
+        """Fill the outputs. Collective."""
+
+
+class Send(NamedTuple):
+    """A stage with what goes in and comes out this time."""
+
+    stage: Stage
+    inputs: list[torch.Tensor]
+    outputs: list[torch.Tensor]
+    group: dist.ProcessGroup
+
+
+class Direct(Stage):
     """Collectives from where the blocks are to where they belong, sent together.
 
     They are for large parts of blocks of whole rows, and for those of which one rank has all. Last blocks that are
@@ -83,18 +118,17 @@ class Direct:
     """
 
     def __init__(self, parts: list[Part], axis: Axis) -> None:
-        self.parts, self.axis = parts, axis
+        super().__init__(parts, axis)
         self.scratch_bytes = sum(part.slot_bytes for part in parts if part.is_short and part.sender is None)
 
-    @staticmethod
-    def new_output(part: Part, block: torch.Tensor) -> torch.Tensor:
-        """Allocate what comes out of a part, on the device and in the dtype of a block."""
+    def new_output(self, part: Part, block: torch.Tensor) -> torch.Tensor:
+        """As for every stage, with the memory that lies behind it."""
         if part.sender is not None or part.is_even:
-            return block.new_empty(part.shape)
+            return super().new_output(part, block)
         return block.new_empty((len(part.sizes) * part.sizes[0], *part.shape[1:]))[: part.shape[0]]
 
     def run(self, send: Send, scratch: torch.Tensor) -> None:
-        """Fill the outputs."""
+        """As for every stage."""
         sent = []
         for part, block, output in zip(self.parts, send.inputs, send.outputs, strict=True):
             data = bytes_of(block)
@@ -116,40 +150,48 @@ class Direct:
                     dist.broadcast(bytes_of(output), group=send.group, group_src=part.sender)
 
 
-class Packed:
+class Packed(Stage):
     """One collective for parts whose blocks are laid one after the other into scratch memory.
 
     A few kernels do it for all parts, since to start one takes longer than to copy a small tensor.
     """
 
     def __init__(self, parts: list[Part], axis: Axis) -> None:
-        self.parts, self.axis = parts, axis
+        super().__init__(parts, axis)
         self._num_ranks = len(parts[0].sizes)
-        self._slots = [part.slot_bytes for part in parts]
-        self._sent_bytes = sum(self._slots)
+        self._dtype = parts[0].packed_dtype
+        self._slot_sizes = [part.slot_bytes // self._dtype.itemsize for part in parts]
+        self._sent_bytes = sum(part.slot_bytes for part in parts)
         self._received_bytes = self._num_ranks * self._sent_bytes
         self._sends_block = len(parts) == 1 and not parts[0].is_short
         self.scratch_bytes = self._received_bytes + (0 if self._sends_block else self._sent_bytes)
 
-    @staticmethod
-    def new_output(part: Part, block: torch.Tensor) -> torch.Tensor:
-        """Allocate what comes out of a part, on the device and in the dtype of a block."""
-        return block.new_empty(part.shape)
-
     def run(self, send: Send, scratch: torch.Tensor) -> None:
-        """Fill the outputs."""
+        """As for every stage."""
         received, sent = scratch[: self._received_bytes], scratch[self._received_bytes : self.scratch_bytes]
         if self._sends_block:
             sent = bytes_of(send.inputs[0])
-        if self.parts[0].is_even:
-            self._run_even(send, sent, received)
-            return
-        if not self._sends_block:
+        elif self._dtype == torch.uint8:
             torch.cat(list(self._filled(map(bytes_of, send.inputs), received)), out=sent)
+        else:  # few calls for each tensor: in their dtype they need not be viewed as bytes
+            blocks = [block if block.dim() == 1 else block.view(-1) for block in send.inputs]
+            torch.cat(blocks, out=sent.view(self._dtype))
         all_gather_into(received, sent, send.group)
+        if self.parts[0].is_even:
+            self._unpack_even(received, send.outputs)
+        else:
+            self._unpack(received, send.outputs)
+
+    def _unpack_even(self, received: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        flat = map(bytes_of, outputs) if self._dtype == torch.uint8 else outputs
+        rows = [output.view(self._num_ranks, -1) for output in flat]
+        slots = received.view(self._dtype).view(self._num_ranks, -1)
+        torch.split_with_sizes_copy(slots, self._slot_sizes, dim=1, out=rows)
+
+    def _unpack(self, received: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
         slots = received.view(self._num_ranks, self._sent_bytes)
         begin = 0
-        for part, output in zip(self.parts, send.outputs, strict=True):
+        for part, output in zip(self.parts, outputs, strict=True):
             own = slots[:, begin : begin + part.slot_bytes]
             runs = [
                 slot[: part.num_outer * size * part.row_bytes].view(part.num_outer, size * part.row_bytes)
@@ -158,36 +200,12 @@ class Packed:
             torch.cat(runs, dim=1, out=bytes_of(output).view(part.num_outer, sum(part.sizes) * part.row_bytes))
             begin += part.slot_bytes
 
-    def _run_even(self, send: Send, sent: torch.Tensor, received: torch.Tensor) -> None:
-        """As `run`, with few calls for each tensor: in their dtype they need not be viewed as bytes."""
-        dtype, inputs, outputs = self.parts[0].packed_dtype, send.inputs, send.outputs
-        if dtype == torch.uint8:
-            inputs, outputs = list(map(bytes_of, inputs)), list(map(bytes_of, outputs))
-        if not self._sends_block:
-            torch.cat([block if block.dim() == 1 else block.view(-1) for block in inputs], out=sent.view(dtype))
-        all_gather_into(received, sent, send.group)
-        slots = received.view(dtype).view(self._num_ranks, -1)
-        rows = [output.view(self._num_ranks, -1) for output in outputs]
-        torch.split_with_sizes_copy(slots, [size // dtype.itemsize for size in self._slots], dim=1, out=rows)
-
     def _filled(self, blocks: Iterable[torch.Tensor], filler: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the bytes of this rank's blocks, each as long as the largest of any rank."""
         for part, block in zip(self.parts, blocks, strict=True):
             yield block
             if block.numel() < part.slot_bytes:
                 yield filler[: part.slot_bytes - block.numel()]
-
-
-Stage = Direct | Packed
-
-
-class Send(NamedTuple):
-    """A stage with what goes in and comes out this time."""
-
-    stage: Stage
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-    group: dist.ProcessGroup
 
 
 def stages(parts: Sequence[Part], axis: Axis, device_type: str) -> Iterator[Stage]:
@@ -226,3 +244,11 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         room -= part.gathered_bytes
     if batch:
         yield batch
+
+
+@functools.lru_cache(maxsize=4096)
+def _looked_at(sizes: tuple[int, ...]) -> tuple[int, int, bool, int | None]:
+    """Return the sum of sizes, the largest, whether `torch.chunk` cuts so, and where the only one is that is not 0."""
+    total, largest = sum(sizes), max(sizes)
+    is_chunked = all(size == min(max(total - largest * i, 0), largest) for i, size in enumerate(sizes))
+    return total, largest, is_chunked, sizes.index(total) if largest == total > 0 else None
