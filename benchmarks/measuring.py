@@ -6,13 +6,24 @@ import json
 import os
 import platform
 import statistics
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NOT_INSTALLED", "Peak", "machine", "publish", "read_bytes", "summary", "unbacked_bytes", "written_bytes"]
+__all__ = [
+    "NOT_INSTALLED",
+    "TORCHRUN",
+    "Peak",
+    "machine",
+    "publish",
+    "read_bytes",
+    "summary",
+    "unbacked_bytes",
+    "written_bytes",
+]
 
 Run = Mapping[str, float]
 """What was measured once; `seconds` is compared."""
@@ -21,6 +32,9 @@ Column = tuple[str, str, str]
 
 NOT_INSTALLED = 69
 """Exit status of a method whose packages are not there."""
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+"""A command that lacks a number of ranks, and what they run."""
 
 _SECONDS_BETWEEN = 0.005
 

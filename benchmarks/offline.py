@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import NOT_INSTALLED, Peak, machine, publish, summary, unbacked_bytes, written_bytes
+from measuring import NOT_INSTALLED, TORCHRUN, Peak, machine, publish, summary, unbacked_bytes, written_bytes
 
 _HERE = Path(__file__).parent
-_TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 _PACKAGES = {"torch", "transformers", "accelerate", "verl"}
 _HOST_MIB = 300
 _COLUMNS = [
@@ -110,7 +109,7 @@ def main() -> None:
 
 def make_folders(options: argparse.Namespace, *, is_sparse: bool) -> None:
     script = [str(_HERE / "offline_folders.py"), "--folder", str(options.folder), *(["--sparse"] if is_sparse else [])]
-    subprocess.run([*_TORCHRUN, str(options.ranks), *script, "--gigabytes", str(options.gigabytes)], check=True)
+    subprocess.run([*TORCHRUN, str(options.ranks), *script, "--gigabytes", str(options.gigabytes)], check=True)
     for folder in sorted(path for path in options.folder.iterdir() if path.is_dir()):
         sizes = [file.stat() for file in folder.rglob("*") if file.is_file()]
         on_disk = sum(size.st_blocks for size in sizes) * 512
@@ -209,7 +208,7 @@ def _cpu_of_children() -> float:
 def command_of(method: Method, source: Path, out: Path, signals: Path) -> list[str]:
     if method.is_shell:
         return ["sh", "-c", method.command, str(source), str(out)]
-    launcher = [*_TORCHRUN, str(method.ranks)] if method.ranks else [sys.executable]
+    launcher = [*TORCHRUN, str(method.ranks)] if method.ranks else [sys.executable]
     name, *rest = method.command.split()
     return [*launcher, str(_HERE / "offline_methods.py"), name, str(source), str(out), str(signals), *rest]
 

@@ -9,12 +9,11 @@ import argparse
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import publish
+from measuring import TORCHRUN, publish
 
 _COUNTS = (1, 2, 4, 8)
 _COLUMNS = [
@@ -53,8 +52,7 @@ def main() -> None:
 def measure(num_ranks: int, models: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run `walk.py` on some ranks; return its results, with the number in the titles."""
     results = options.folder / str(num_ranks)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    command += [str(Path(__file__).with_name("walk.py")), "--no-offload", "--models", models]
+    command = [*TORCHRUN, str(num_ranks), str(Path(__file__).with_name("walk.py")), "--no-offload", "--models", models]
     command += ["--repeats", str(options.repeats), "--results", str(results)]
     subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
     run: dict[str, Any] = json.loads((results / "walk.json").read_text())

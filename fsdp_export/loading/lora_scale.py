@@ -27,19 +27,15 @@ def warn_of_another_scale(model: nn.Module, folder: Path | None) -> None:
         model: The model into which the adapter is loaded.
         folder: Where it lies.
     """
-    peft = find_peft(model)
-    if peft is None or folder is None or not is_file(folder / ADAPTER_CONFIG):
+    peft, path = find_peft(model), folder / ADAPTER_CONFIG if folder is not None else None
+    if peft is None or path is None or not is_file(path):
         return
     with suppress(ExportError):  # a config that is damaged tells nothing, and one of several adapters is not known
-        theirs, own = read_config(folder / ADAPTER_CONFIG), peft.config
-        differing = {
-            key: (theirs[key], getattr(own, key))
-            for key in _KEYS
-            if key in theirs and hasattr(own, key) and (theirs[key] or None) != (getattr(own, key) or None)
-        }
-        for key, (found, expected) in differing.items():
-            _log.warning(
-                "%s says %s=%r, and the model has %r: the adapter counts otherwise in it than where it was trained. "
-                "Give the model's LoraConfig the same",
-                *(folder / ADAPTER_CONFIG, key, found, expected),
-            )
+        theirs, own = read_config(path), peft.config
+        for key in _KEYS:
+            if key in theirs and hasattr(own, key) and (theirs[key] or None) != (getattr(own, key) or None):
+                _log.warning(
+                    "%s says %s=%r, and the model has %r: the adapter counts otherwise in it than where it was "
+                    "trained. Give the model's LoraConfig the same",
+                    *(path, key, theirs[key], getattr(own, key)),
+                )
