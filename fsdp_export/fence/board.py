@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import Store
 
 from ..compat import connect, has_multi_get
 from ..errors import RankError
+from .file_store import log_of
 from .verdict import Roster
 
 __all__ = ["Absence", "Board", "Link", "Turn", "poll"]
@@ -57,6 +58,7 @@ class Board:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._log = log_of(store)
         self._has_multi_get = has_multi_get(store)
         self._existing: set[tuple[str, ...]] = set()
 
@@ -85,8 +87,9 @@ class Board:
         """Tell whether all of the keys exist."""
         return self._ask(self._store.check, list(keys))
 
-    @staticmethod
-    def _ask(request: Callable[..., _T], *args: object) -> _T:
+    def _ask(self, request: Callable[..., _T], *args: object) -> _T:
+        if self._log is not None:
+            self._log.mend()
         try:
             return request(*args)
         except RuntimeError as error:
