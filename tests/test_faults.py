@@ -236,15 +236,28 @@ def test_a_disk_that_does_not_keep_what_was_written(folder, rank):
     assert re.match(rf"rank {rank} \({HOST}\): .*\(Invalid argument\) in {folder}/model\.safetensors\. ", text)
 
 
-def test_a_folder_that_another_rank_does_not_see(folder, tmp_path):
+def test_a_folder_that_another_rank_does_not_see(folder):
+    def inject(_: Exporter, sink: FileSink) -> None:
+        vars(sink)["_sees"] = lambda _: False
+        before_call(sink, "abort", lambda: delattr(sink, "_sees"))
+
+    kind, text = the_error(export_with_fault(folder, on(1, inject)))
+    message = (
+        f"{HOST} does not see what rank 0 made in {folder}."
+        " Write to one folder that all hosts share, and in the same order on every rank."
+    )
+    assert (kind, text) == ("SinkError", f"rank 1 ({HOST}): {message}")
+
+
+def test_ranks_that_are_told_different_folders(folder, tmp_path):
     def inject(_: Exporter, sink: FileSink) -> None:
         sink.folder = tmp_path / "elsewhere"
         before_call(sink, "abort", lambda: setattr(sink, "folder", folder))
 
     kind, text = the_error(export_with_fault(folder, on(1, inject)))
     message = (
-        f"{HOST} does not see the folder that rank 0 made in {tmp_path}/elsewhere."
-        " Write to a folder that all hosts share."
+        f"{HOST} does not see what rank 0 made in {folder}: found {tmp_path}/elsewhere as the folder to write here."
+        " Write to one folder that all hosts share, and in the same order on every rank."
     )
     assert (kind, text) == ("SinkError", f"rank 1 ({HOST}): {message}")
     assert not (tmp_path / "elsewhere").exists()

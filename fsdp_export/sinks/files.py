@@ -116,21 +116,24 @@ class FileSink(Sink):
             with _write_errors(path, layout.num_bytes), path.open("xb") as file:
                 file.write(layout.header)
                 file.truncate(layout.num_bytes)
-        return json.dumps([self._publication.staging.name, self._publication.token, _digest(self.layouts)])
+        made = self._publication.staging.absolute()
+        return json.dumps([str(made.parent), made.name, self._publication.token, _digest(self.layouts)])
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Look for the hidden folder; see `Sink.open`.
 
         Raises:
-            SinkError: This rank does not see it, or would lay out its files differently.
+            SinkError: This rank does not see it, was told another one, or would lay out its files differently.
         """
-        name, token, digest = json.loads(ticket)
+        folder, name, token, digest = json.loads(ticket)
         self._staging = self.folder / name
         if not self._sees(token):
+            mine = str(self.folder.absolute())
             raise SinkError(
-                f"{socket.gethostname()} does not see the folder that rank {plan.ranks[0]} made",
-                file=self.folder,
-                fix="Write to a folder that all hosts share",
+                f"{socket.gethostname()} does not see what rank {plan.ranks[0]} made",
+                file=folder,
+                found=None if mine == folder else f"{mine} as the folder to write here",
+                fix="Write to one folder that all hosts share, and in the same order on every rank",
             )
         if self._plan is not plan:
             self._plan, self.layouts = plan, self._lay_out_files(plan)
