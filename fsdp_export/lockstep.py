@@ -23,7 +23,7 @@ from .plan import BucketPlan, Plan, share_out
 from .sources.base import Source
 from .steps import Piece, Rows, Step, Window
 
-__all__ = ["GatheredBucket", "gathered_buckets", "gathered_pieces"]
+__all__ = ["GatheredBucket", "gathered_buckets", "gathered_pieces", "on_stream"]
 
 
 @dataclass(slots=True)
@@ -123,12 +123,12 @@ def gathered_buckets(buckets: Sequence[BucketPlan], source: Source, operation: O
         for bucket in buckets:
             consumer = _idle_stream(source.device, operation)
             plan = bucket.gather(source.rank, source.device.type)
-            with _on(reads):
+            with on_stream(reads):
                 blocks, made, read = _blocks(plan, source)
-            gather = plan.begin(blocks, source.groups, lambda: _on(gathers))
+            gather = plan.begin(blocks, source.groups, lambda: on_stream(gathers))
             operation.agree()
             in_flight.append(GatheredBucket(bucket.windows, gather.outputs, gather.uncut, consumer, read))
-            with _on(gathers):
+            with on_stream(gathers):
                 if gathers is not None:
                     gathers.wait_stream(reads)
                     gathers.wait_stream(consumer)
@@ -169,13 +169,16 @@ def _blocks(plan: GatherPlan, source: Source) -> tuple[list[torch.Tensor], list[
     for each, held in zip(plan.slices, plan.held, strict=True):
         rows = [source.rows(each.spec, *part) for part in held]
         block = rows[0]
-        if block.device == source.device:
-            read += rows
         # What no collective copies is copied here: a consumer must never hold the module's own memory.
-        if len(rows) > 1 or each.spec.sharding.is_replicated or not _is_ready(block, each.dtype, source.device):
+        is_ready = len(rows) == 1 and _is_ready(block, each.dtype, source.device)
+        is_copied = each.spec.sharding.is_replicated or not is_ready
+        if is_copied:
             block = _made(rows, each, source.device)
             made.append(block)
         blocks.append(block)
+        # Of files rows come in new memory of this stream: of what is copied at once nothing need be kept.
+        if rows[0].device.type != "cpu" and not (is_copied and source.folder is not None):
+            read += rows
     return blocks, made, read
 
 
@@ -202,6 +205,6 @@ def _current_stream(device: torch.device) -> Any:
     return torch.get_device_module(device).current_stream(device)
 
 
-def _on(stream: Any) -> AbstractContextManager[object]:
-    """Enter a stream; a cached one must not be entered by itself, which two threads could not do at once."""
+def on_stream(stream: Any) -> AbstractContextManager[object]:
+    """Enter a stream, None on the CPU; a cached one must not be entered by itself, which two threads could not do."""
     return torch.get_device_module(stream.device).stream(stream) if stream is not None else nullcontext()

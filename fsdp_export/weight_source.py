@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .exporter import Exporter
+from .lockstep import on_stream
 
 __all__ = ["ParamMeta", "WeightSource"]
 
@@ -89,7 +90,7 @@ class WeightSource:
         generator: Any = self._exporter.tensors()
         with closing(generator) as tensors:
             while True:
-                with stream if stream is not None else nullcontext():
+                with on_stream(stream):
                     item = next(tensors, None)
                 if item is None:
                     return

@@ -4,6 +4,7 @@ What this keeps from happening on a real device is in `test_gpu.py`.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdp_export.fence import Operation
 from fsdp_export.gather import Gather
-from fsdp_export.lockstep import GatheredBucket, _side_streams, gathered_buckets
+from fsdp_export.lockstep import GatheredBucket, _blocks, _side_streams, gathered_buckets
 from fsdp_export.plan import BucketPlan
 from fsdp_export.spec import Mesh, Sharding, TensorSpec
 from fsdp_export.steps import Window, copy_step
@@ -67,15 +68,20 @@ class Ties(TorchFunctionMode):
 class Memory:
     """A source whose blocks lie on the device: of every other tensor a quarter, of the rest all."""
 
-    device, rank, groups = DEVICE, 0, {(MESH, axis): None for axis in range(2)}
+    rank, groups = 0, {(MESH, axis): None for axis in range(2)}
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = DEVICE, folder: Path | None = None) -> None:
+        self.device, self.folder = device, folder
         shardings = [Sharding(MESH, ((0, 0), (1, 1))), Sharding(MESH)]
         self.specs = [TensorSpec(f"t{i}", (4, 2), torch.float32, shardings[i % 2]) for i in range(6)]
-        self.blocks = [torch.empty(spec.sharding.box(spec.shape, 0).shape, device=DEVICE) for spec in self.specs]
+        self.blocks = [torch.empty(spec.sharding.box(spec.shape, 0).shape, device=device) for spec in self.specs]
 
     def rows(self, spec: TensorSpec, *_: int) -> torch.Tensor:
         return self.blocks[self.specs.index(spec)]
+
+    def buckets(self) -> list[BucketPlan]:
+        pairs = zip(self.specs[::2], self.specs[1::2], strict=True)
+        return [BucketPlan([Window(copy_step(spec), ((0, 4),)) for spec in pair]) for pair in pairs]
 
 
 @pytest.fixture
@@ -93,12 +99,10 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     monkeypatch.setattr(Gather, "launch", launch)
     source: Any = Memory()
-    pairs = zip(source.specs[::2], source.specs[1::2], strict=True)
-    buckets = [BucketPlan([Window(copy_step(spec), ((0, 4),)) for spec in pair]) for pair in pairs]
     ties = Ties()
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *pair: ties.tied.append(pair))
     with ties:
-        generator: Any = gathered_buckets(buckets, source, Operation())
+        generator: Any = gathered_buckets(source.buckets(), source, Operation())
         _, gathers = _side_streams(DEVICE)
         seen = SimpleNamespace(source=source, consumer=consumer, launched=launched, ties=ties, fails_at=None)
         seen.buckets, seen.gathers = generator, gathers
@@ -160,3 +164,22 @@ def test_what_is_left_in_flight_is_kept_with_what_is_read_for_it(walk, fails_at)
         assert all(walk.gathers in walk.ties.streams_of(tensor) for tensor in gather.outputs)
     ties = [walk.ties.streams_of(block) for block in walk.source.blocks]
     assert ties == [[walk.gathers] if handed_over <= index // 2 < 2 else [] for index in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("device", "folder", "kept"),
+    [
+        pytest.param("meta", None, [0, 1], id="module"),
+        pytest.param("meta", Path("folder"), [0], id="files"),
+        pytest.param("cpu", None, [], id="module-on-host"),
+        pytest.param("cpu", Path("folder"), [], id="files-on-host"),
+    ],
+)
+def test_no_bucket_keeps_what_was_read_from_files_beside_its_copy(device, folder, kept):
+    source: Any = Memory(torch.device(device), folder)
+    bucket = source.buckets()[0]
+    (block, copy), made, read = _blocks(bucket.gather(0, device), source)
+    assert block is source.blocks[0]
+    assert copy is not source.blocks[1]
+    assert list(map(id, made)) == [id(copy)]
+    assert list(map(id, read)) == [id(source.blocks[index]) for index in kept]

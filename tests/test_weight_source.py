@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +82,38 @@ def test_every_update_is_on_the_same_stream_which_waits_for_training_anew(monkey
     assert first is second
     assert first.device == device
     assert first.waited_for == [default, current] * 2
+
+
+def test_tensors_are_gathered_on_that_stream_and_handed_over_on_the_consumers(monkeypatch):
+    """The stream, which all updates share, is entered by a context that is new each time: one of two threads failed."""
+    default, consumer, entered = Stream(), Stream(), list[Stream]()
+    current, ties = [consumer], list[tuple[str, Stream]]()
+
+    @contextmanager
+    def enter(stream: Stream) -> Iterator[None]:
+        entered.append(stream)
+        current.append(stream)
+        yield
+        current.pop()
+
+    def gathered() -> Iterator[tuple[str, Any]]:
+        for name in ("a", "b"):
+            assert current[-1] is ours
+            yield name, SimpleNamespace(record_stream=lambda stream, name=name: ties.append((name, stream)))
+
+    module = SimpleNamespace(
+        Stream=Stream, stream=enter, default_stream=lambda _: default, current_stream=lambda _: current[-1]
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    device = torch.device("cuda", 78)  # of no test that follows
+    ours = weight_source._stream(device)
+    exporter: Any = SimpleNamespace(source=SimpleNamespace(device=device), tensors=gathered)
+    for number, (_, _) in enumerate(WeightSource(exporter).iter_full()):
+        assert current == [consumer]
+        assert consumer.waited_for == [ours] * (number + 1)
+    assert ties == [("a", consumer), ("b", consumer)]
+    assert entered == [ours] * 3
+    assert ours.waited_for == [default, consumer]
 
 
 def test_a_sender_that_is_slow_is_waited_for_and_one_that_leaves_ends_it_for_all():
