@@ -291,10 +291,10 @@ def test_a_second_save_waits_for_the_first(second, tmp_path):
         handle = save_later(exporter, tmp_path / "first")
         done: list[bool] = []
         before_call(FileSink, "open", lambda: done.append(handle.done()))
-        threading.Timer(0.3, gate.open).start()
         assert not handle.done()
         with pytest.raises(TimeoutError, match=r"first is not complete after 0.01 s"):
             handle.wait(0.01)
+        threading.Timer(0.3, gate.open).start()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(2)
