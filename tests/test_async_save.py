@@ -419,7 +419,7 @@ def test_a_fork_that_sets_one_thread_is_not_given_more(tmp_path):
         assert torch.get_num_threads() == 1
         save_later(nn.Linear(1024, 1024, bias=False), tmp_path / "out").wait()
 
-    run_ranks(check, 1, timeout=20)
+    run_ranks(check, 1)
     assert saved_in(tmp_path / "out")["weight"].shape == (1024, 1024)
 
 
