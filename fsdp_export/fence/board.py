@@ -70,7 +70,7 @@ class Board:
         """Return the value of a key, or None if it does not exist."""
         # compare_set with a value that no key has only reads, in one round trip; `check` and `get` take three.
         value = self._ask(self._store.compare_set, key, _ABSENT, _ABSENT)
-        return _value_of(value)
+        return None if value in {b"", _ABSENT.encode()} else json.loads(value)
 
     def read_all(self, keys: tuple[str, ...]) -> list[Any | None]:
         """Return the values of keys, None for those that do not exist."""
@@ -81,7 +81,7 @@ class Board:
             if not self.has_all(keys):
                 return [self.read(key) for key in keys]
             self._existing.add(keys)
-        return [_value_of(value) for value in self._ask(self._store.multi_get, list(keys))]
+        return [json.loads(value) for value in self._ask(self._store.multi_get, list(keys))]
 
     def has_all(self, keys: Sequence[str]) -> bool:
         """Tell whether all of the keys exist."""
@@ -97,11 +97,6 @@ class Board:
                 "the connection to the store of the process group broke: "
                 "the process that hosts it, rank 0 or the launcher, is gone"
             ) from error
-
-
-def _value_of(text: bytes) -> Any | None:
-    """Return what a value says: nothing if there is none, or its writer was killed in the middle of it."""
-    return None if not text or text.endswith(b"\0") else json.loads(text)
 
 
 class Turn:

@@ -11,7 +11,6 @@ import fcntl
 import io
 import os
 import struct
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,6 @@ _LENGTH = struct.Struct("=I")
 _FIRST = _LENGTH.pack(9) + b"refcount/"
 # What is unfinished that long was left; the lock makes sure.
 _UNFINISHED_SECONDS, _LOCKED_SECONDS = 0.1, 10.0
-# Seconds also pass while the process is stopped.
-_LOCKED_POLLS = 100
-_completing = threading.Lock()
 
 
 def log_of(store: Store) -> Log | None:
@@ -46,8 +42,7 @@ def log_of(store: Store) -> Log | None:
 class Log:
     """The file of a `FileStore`.
 
-    Whoever is killed between `mend` and torch's own look is not seen: torch then hangs, with the file locked, until
-    another thread of the same process comes to `mend`, which gives it the rest of the record to read.
+    What remains is the instant between `mend` and torch's own look: whoever is killed there is not seen.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,15 +64,11 @@ class Log:
         """
         # What cannot be opened is torch's to complain of, or to make anew: whoever leaves last removes it.
         with contextlib.suppress(OSError), self._path.open("r+b", buffering=0) as file:
-            begin, num_polls = time.monotonic(), 0
+            begin = time.monotonic()
             while self._is_unfinished(file):
                 time.sleep(1e-3)
-                num_polls += 1
                 seconds = time.monotonic() - begin
-                if seconds > _LOCKED_SECONDS and num_polls > _LOCKED_POLLS:
-                    if _is_locked_here(file):
-                        self._complete(file)
-                        continue
+                if seconds > _LOCKED_SECONDS:
                     raise RankError(
                         f"a rank was killed as it wrote to the store of the process group, {self._path}, "
                         f"and another one that reads it has had it locked for {_LOCKED_SECONDS:g} s"
@@ -97,13 +88,6 @@ class Log:
         finally:
             fcntl.flock(file, fcntl.LOCK_UN)
 
-    def _complete(self, file: io.FileIO) -> None:
-        """Make the unfinished record a whole one, of a value that says nothing."""
-        with _completing:
-            if self._is_unfinished(file):
-                file.seek(self._end)
-                file.write(_rest_of_record(file.read()))
-
     def _is_unfinished(self, file: io.FileIO) -> bool:
         """Read what has been written since the last call; tell whether a part of a record is the last."""
         status = os.fstat(file.fileno())
@@ -116,26 +100,6 @@ class Log:
             begin = end
         self._end += begin
         return begin < len(new)
-
-
-def _is_locked_here(file: io.FileIO) -> bool:
-    """Tell whether this process, in another thread, has a file locked for itself alone."""
-    owner, inode = str(os.getpid()), f":{os.fstat(file.fileno()).st_ino}"
-    with contextlib.suppress(OSError):
-        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        # Number, kind, whether others heed it, mode, owner, device and inode, range.
-        return any(lock[1:5:2] == ["FLOCK", "WRITE"] and lock[4] == owner and lock[5].endswith(inode) for lock in locks)
-    return False
-
-
-def _rest_of_record(record: bytes) -> bytes:
-    """Return what makes a key and a value of the beginning of such: zero bytes, as no value of ours ends in one."""
-    whole, begin = record, 0
-    for _ in range(2):
-        whole = whole.ljust(begin + _LENGTH.size, b"\0")
-        begin = _end_of_part(whole, begin)
-        whole = whole.ljust(begin, b"\0")
-    return whole[len(record) :]
 
 
 def _end_of_part(log: bytes, begin: int) -> int:

@@ -88,29 +88,6 @@ def test_what_a_killed_rank_left_half_written_is_cut_off(tmp_path: Path, rest: i
     assert board_of(file).read("second") == 2
 
 
-@pytest.mark.parametrize("kept", [1, 4, 10, -5, -3, -1])
-def test_a_thread_that_came_to_such_a_record_first_is_freed_by_another_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
-    monkeypatch.setattr(file_store, "_LOCKED_SECONDS", 0.2)
-    file = tmp_path / "store"
-    board, other, hasty = board_of(file), board_of(file), dist.FileStore(str(file), 2)
-    board.write("first", "kept")
-    size = file.stat().st_size
-    other.write("second", [1, "x"])
-    os.truncate(file, kept + (size if kept > 0 else file.stat().st_size))
-    hanging = threading.Thread(target=hasty.compare_set, args=("third", "0", "3"), daemon=True)
-    hanging.start()
-    # Torch locks the file, and is then where nothing is to be read.
-    while f":{file.stat().st_ino} " not in Path("/proc/locks").read_text():
-        pass
-    assert (board.read("first"), board.read("second")) == ("kept", None)
-    hanging.join(30)
-    assert not hanging.is_alive()
-    board.write("second", 2)
-    assert (board.read("second"), board_of(file).read("second")) == (2, 2)
-
-
 def test_a_reader_that_hangs_in_the_file_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_store, "_LOCKED_SECONDS", 0.3)
     file = tmp_path / "store"
