@@ -19,7 +19,6 @@ from fake_server import FakeServer, Faults, digests_of, serve
 from torch.distributed import distributed_c10d
 
 CONTEXT = multiprocessing.get_context("fork")
-STALL_SECONDS = 2.0
 PR_SET_PDEATHSIG = 1
 STATUS = {"refuse": 400, "break": 500, "hide": 404}
 
@@ -43,7 +42,7 @@ class FakeSGLang(FakeServer):
         *,
         num_workers: int = 1,
         has_session: bool = True,
-        timeout: float = 20,
+        timeout: float = 60,
         device: str = "cpu",
         **info: object,
     ) -> None:
@@ -155,8 +154,7 @@ class _Engine:
         if kind == "die":
             os._exit(1)
         if kind == "stall":
-            time.sleep(STALL_SECONDS)
-            raise ConnectionError
+            threading.Event().wait()
         if kind in STATUS:
             raise _RefusedError("CUDA ran out of luck", STATUS[kind])
         return kind

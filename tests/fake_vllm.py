@@ -6,7 +6,6 @@ import base64
 import math
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ class FakeVLLM(FakeServer):
     """
 
     def __init__(
-        self, *, num_workers: int = 1, devices: Sequence[str] = (), joins_by_id: bool = True, timeout: float = 20
+        self, *, num_workers: int = 1, devices: Sequence[str] = (), joins_by_id: bool = True, timeout: float = 60
     ) -> None:
         devices = list(devices or ["cpu"] * num_workers)
         # What has used a GPU cannot be forked, and what was not must not import all again.
@@ -157,7 +156,7 @@ class _Engine:
         if kind == "die":
             os._exit(1)
         if kind == "stall":
-            time.sleep(1.5)
+            threading.Event().wait()
         raise RuntimeError("CUDA ran out of luck")
 
     def answer(self, route: str, query: dict[str, str], body: Any) -> Any:

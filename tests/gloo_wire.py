@@ -17,6 +17,9 @@ from fsdp_export.errors import SinkError
 from fsdp_export.sinks.vllm import VLLM
 from fsdp_export.transfer.nccl import UNIQUE_ID_BYTES
 
+_left: list[Any] = []
+"""Kept, since whoever lets go of a group of gloo waits for what is under way; an abort of NCCL does not."""
+
 
 def new_unique_id() -> bytes:
     """Return the path of a file that all ranks see."""
@@ -79,6 +82,7 @@ class GlooCommunicator:
             raise SinkError(f"broadcast failed: {error}") from error
 
     def abort(self) -> None:
+        _left.append(self._group)
         self._group = None
         self._path.unlink(missing_ok=True)
 
@@ -89,7 +93,7 @@ class GlooCommunicator:
         while not is_done():
             check()
             if time.monotonic() > deadline:
-                self._group = None
+                self.abort()
                 raise SinkError(f"gloo took more than {self.timeout} s")
             time.sleep(0.0002)
 

@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,6 +115,7 @@ class Engine:
 
     Attributes:
         url: Where it is.
+        may_go_on: To be set for a worker that stalls.
         requests: Route and body of every request so far.
         refused: Routes that are answered with HTTP 500 once.
         missing: Routes that it does not have.
@@ -121,8 +123,9 @@ class Engine:
     """
 
     def __init__(self, num_workers: int, serve: Serve) -> None:
-        self._serve = serve
-        self._workers = [_start(serve, rank) for rank in range(num_workers)]
+        self.may_go_on = multiprocessing.get_context("fork").Event()
+        self._serve = partial(_be_worker, serve, self.may_go_on.wait)
+        self._workers = [_start(self._serve) for _ in range(num_workers)]
         self._spares: dict[int, tuple[Any, Connection]] = {}
         self.requests: list[tuple[str, Any]] = []
         self.refused: set[str] = set()
@@ -147,7 +150,7 @@ class Engine:
             self._workers[worker][1].send(("fault", fault))
             if fault == "die":
                 # Now, since what serves requests is a thread, and to fork from there can crash.
-                self._spares[worker] = _start(self._serve, worker)
+                self._spares[worker] = _start(self._serve)
 
     def close(self) -> None:
         self._server.shutdown()
@@ -235,18 +238,18 @@ def engine(num_workers: int, serve: Serve = serve_minimal) -> Iterator[Engine]:
         running.close()
 
 
-def _start(serve: Serve, number: int) -> tuple[Any, Connection]:
+def _start(be_worker: Callable[..., None]) -> tuple[Any, Connection]:
     ours, theirs = multiprocessing.Pipe()
     with warnings.catch_warnings():
         # As in `run_ranks`.
         warnings.simplefilter("ignore", DeprecationWarning)
-        process = multiprocessing.get_context("fork").Process(target=_be_worker, args=(serve, theirs, ours))
+        process = multiprocessing.get_context("fork").Process(target=be_worker, args=(theirs, ours))
         process.start()
     theirs.close()
     return process, ours
 
 
-def _be_worker(serve: Serve, pipe: Connection, other_end: Connection) -> None:
+def _be_worker(serve: Serve, stall: Callable[[], object], pipe: Connection, other_end: Connection) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     other_end.close()
@@ -262,7 +265,7 @@ def _be_worker(serve: Serve, pipe: Connection, other_end: Connection) -> None:
         elif request[0] == "fault":
             fault = request[1]
         else:
-            worker = _Worker(fault)
+            worker = _Worker(fault, stall)
             fault = ""
             try:
                 serve(request[1], worker.load, worker.finish)
@@ -276,8 +279,8 @@ def _be_worker(serve: Serve, pipe: Connection, other_end: Connection) -> None:
 class _Worker:
     """One update of one worker."""
 
-    def __init__(self, fault: str) -> None:
-        self.fault, self.num_buckets = fault, 0
+    def __init__(self, fault: str, stall: Callable[[], object]) -> None:
+        self.fault, self.stall, self.num_buckets = fault, stall, 0
         self.loaded: Weights = {}
         self.finished: Weights = {}
 
@@ -300,6 +303,6 @@ class _Worker:
         if self.fault == "raise":
             raise ValueError("no room for these weights")
         if self.fault == "stall":
-            time.sleep(3)
+            self.stall()
         if self.fault == "die":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -50,7 +50,7 @@ def left_over(before: Collection[int]) -> list[torch.Size]:
 
     A thread of gloo may have those of its last collective for a moment longer.
     """
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (left := [each.shape for each in tensors_alive() if id(each) not in before]) and time.monotonic() < deadline:
         time.sleep(0.01)
     return left

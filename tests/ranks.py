@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -23,6 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch._dynamo  # noqa: F401  what `fully_shard` imports at its first use, here once for all ranks
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 __all__ = ["RankFailedError", "StoreKind", "free_port", "run_ranks"]
 
@@ -30,6 +33,11 @@ StoreKind = Literal["tcp", "file"]
 
 # After the first failure: what the others still have to say is worth less than a quick answer.
 _GRACE_SECONDS = 3.0
+_STACKS_SECONDS = 10.0
+# To meet, whatever a test allows afterwards.
+_MEETING_TIMEOUT = timedelta(seconds=60)
+# Below those that the system gives to whoever asks for any, as most tests do, or connects.
+_PORTS = range(12_000, 32_000)
 
 
 class RankFailedError(AssertionError):
@@ -94,7 +102,7 @@ def run_ranks(
         world_size: Number of ranks.
         args: The same for every rank.
         timeout: Seconds until all ranks are killed.
-        pg_timeout: Seconds until a collective fails.
+        pg_timeout: Seconds until a collective fails, once the ranks have met.
         store: What the ranks find each other by: a file, or a TCP store that rank 0 hosts, which is slow to come up
             where the name server is (torch looks up the name of every peer).
         expect_death: Ranks that may die; the result of a dead one is None.
@@ -135,10 +143,11 @@ def run_ranks(
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Return a port on which nobody listens, nor will until it is asked for by its number."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _be_rank(
@@ -149,7 +158,8 @@ def _be_rank(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    faulthandler.register(signal.SIGUSR1, file=2)
+    # Tells where it is, and ends.
+    faulthandler.register(signal.SIGUSR1, file=2, chain=True)
     torch.set_num_threads(1)
     # What the parent left for its collector (threads, sockets, process groups) is not for a fork to end.
     gc.freeze()
@@ -159,10 +169,11 @@ def _be_rank(
             store=rendezvous.store(rank),
             rank=rank,
             world_size=rendezvous.world_size,
-            timeout=timedelta(seconds=pg_timeout),
+            timeout=_MEETING_TIMEOUT,
         )
         # Or a rank that is done soon is gone before another one has connected to it.
         dist.barrier()
+        _set_pg_timeout(timedelta(seconds=pg_timeout))
         sender.send(_Outcome(fn(*args)))
     except BaseException:  # noqa: BLE001  whatever it is, it is the parent's to raise
         sender.send(_Outcome(None, traceback.format_exc(), time.monotonic()))
@@ -194,7 +205,8 @@ def _collect(running: dict[int, _Running], timeout: float, expect_death: Collect
             pid = running[rank].process.pid
             assert pid is not None
             os.kill(pid, signal.SIGUSR1)
-        time.sleep(0.2)
+        for rank in unfinished:
+            running[rank].process.join(_STACKS_SECONDS)
         raise RankFailedError(f"ranks {unfinished} did not finish within {timeout:g} s; their stacks are on stderr")
     return [outcomes[rank].result for rank in sorted(outcomes)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,8 +76,7 @@ def export_with_death(folder: Path, victim: int, inject: Any, layout: str, **opt
         after = {name: content for name, content in after.items() if not name.startswith(".fsdp-export-writing")}
     assert after == before
     export_again(Exporter(layered()), FileSink(folder))
-    # Ten seconds of silence are what a rank is given.
-    return the_error(outcomes, within=20)
+    return the_error(outcomes)
 
 
 @pytest.mark.usefixtures("is_impatient")
@@ -134,15 +135,15 @@ def test_a_rank_killed_in_write_is_known_in_seconds(folder):
     assert (kind, text) == ("RankError", f"rank 2 ({HOST}): no sign of life for 10 s, the process died or is stuck")
 
 
-def export_slowly(exporter: Exporter, sink: FileSink, seconds: float) -> None:
-    before_call(sink, "write", lambda: time.sleep(seconds), number=1)
+def export_slowly(exporter: Exporter, sink: FileSink, pause: Callable[[], object]) -> None:
+    before_call(sink, "write", pause, number=1)
     exporter.send(sink)
 
 
-def loop_slowly(exporter: Exporter, sink: FileSink, seconds: float) -> None:
+def loop_slowly(exporter: Exporter, sink: FileSink, pause: Callable[[], object]) -> None:
     for index, _ in enumerate(exporter.tensors()):
         if index == 1:
-            time.sleep(seconds)
+            pause()
 
 
 @pytest.mark.parametrize(
@@ -158,17 +159,23 @@ def test_a_slow_rank_kills_nobody(folder, monkeypatch, layout, export, slow, sec
     if seconds < 60:
         monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.15)
 
+    is_over = multiprocessing.get_context("fork").Event()
+
+    def pause() -> None:
+        if dist.get_rank() == slow:
+            time.sleep(seconds)
+            is_over.set()
+
     def on_rank() -> Outcome:
         exporter = Exporter(shard(layered(), layout, 2), bucket_bytes=256)
         sink = FileSink(folder)
-        pause = seconds if dist.get_rank() == slow else 0
         outcome = outcome_of(lambda: export(exporter, sink, pause))
+        assert is_over.is_set()
         export_again(exporter, FileSink(folder))
         return outcome
 
     outcomes = run_ranks(on_rank, 2, pg_timeout=pg_timeout, timeout=seconds + 50)
-    assert [outcome[:2] for outcome in outcomes] == [("ok", "")] * 2
-    assert all(outcome.seconds >= seconds for outcome in outcomes)
+    assert outcomes == [("ok", "")] * 2
 
 
 @pytest.mark.parametrize("caller", range(NUM_RANKS))
@@ -196,7 +203,7 @@ def test_a_save_that_only_one_rank_calls(folder, caller, monkeypatch, caplog):
     names = "ranks 1, 2" if caller == 0 else "rank 0"
     assert messages == [f"Exporter.send waits for {names} to call it too"]
     text = f"Exporter.send must be called on every rank, but {names} did not call it within 1 s"
-    assert outcome[:2] == ("RankError", text)
+    assert outcome == ("RankError", text)
 
 
 def test_a_script_that_ends_in_the_middle_of_an_export(tmp_path):

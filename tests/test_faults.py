@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -281,14 +280,23 @@ def test_a_rank_that_is_interrupted(folder, export, error, rank):
 
 @pytest.mark.parametrize("rank", range(NUM_RANKS))
 def test_a_rank_that_is_interrupted_while_it_waits_for_another(folder, rank):
+    is_interrupted = multiprocessing.get_context("fork").Event()
+
     def inject(exporter: Exporter, _: FileSink) -> None:
         if dist.get_rank() == (rank + 1) % NUM_RANKS:
-            before_call(exporter.source, "rows", lambda: time.sleep(3))
+            before_call(exporter.source, "rows", is_interrupted.wait)
         if dist.get_rank() == rank:
             timer = threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT))
             before_call(exporter.source, "rows", timer.start)
 
-    outcomes = export_with_fault(folder, inject)
+    def export(exporter: Exporter, sink: FileSink) -> None:
+        try:
+            exporter.send(sink)
+        except KeyboardInterrupt:
+            is_interrupted.set()
+            raise
+
+    outcomes = export_with_fault(folder, inject, export=export)
     assert outcomes.pop(rank).kind == "KeyboardInterrupt"
     assert the_error(outcomes) == ("RankError", f"rank {rank} ({HOST}): interrupted by KeyboardInterrupt")
 

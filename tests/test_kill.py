@@ -218,21 +218,24 @@ def test_fifty_random_kills_leave_the_old_checkpoint_or_the_new_one(folder):
     chance = random.Random(2)
     seconds, version = seconds_of_a_save(folder, FIRST_VERSION)
     # Evenly over two saves: one that replaces a single file by shards, and one the other way round.
-    delays = [2 * seconds * (number + chance.random()) / NUM_KILLS for number in range(NUM_KILLS)]
-    chance.shuffle(delays)
+    moments = [2 * (number + chance.random()) / NUM_KILLS for number in range(NUM_KILLS)]
+    chance.shuffle(moments)
     outcomes: Counter[str] = Counter()
-    for number, delay in enumerate(delays):
+    for number in itertools.count():
+        if number >= NUM_KILLS:
+            if outcomes["old"] and outcomes["new"]:
+                break
+            # A machine that is no longer as fast as it was.
+            seconds, version = seconds_of_a_save(folder, version)
         victim, layout = (None, 0, 1)[number % 3], ("1d", "dim1")[number // 3 % 2]
         with job(folder, layout, version, "tcp" if number // 6 % 2 else "file") as running:
             # The save after a kill succeeds and is complete.
             check_holds(folder, version)
             running.go_on()
-            time.sleep(delay)
+            time.sleep(seconds * moments[number % NUM_KILLS])
             running.kill(victim)
         if victim is not None:
             assert f"rank {victim}" in running.error_on(1 - victim)
         outcomes[age_of(folder, running.last("done"), running.last("begin"))] += 1
         version = running.last("begin") + 1
     print(f"a save takes {seconds:.3f} s; after a kill: {dict(outcomes)}")
-    assert outcomes["old"]
-    assert outcomes["new"]

@@ -142,4 +142,4 @@ def test_a_rank_without_rows_of_what_hooks_make_loads_its_part_of_the_whole(tmp_
         merged = torch.cat([q.reshape(4, 2, 6), k.reshape(4, 1, 6)], dim=1).reshape(12, 6)
         assert torch.equal(model.weight.full_tensor(), merged)
 
-    run_ranks(on_rank, 3, pg_timeout=5)
+    run_ranks(on_rank, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from ranks import StoreKind, run_ranks
 
 from fsdp_export.compat import default_store
 from fsdp_export.errors import ExportError
-from fsdp_export.fence import Fence
+from fsdp_export.fence import Fence, board
 
 HOST = socket.gethostname()
 
@@ -57,10 +58,13 @@ def test_a_rank_that_never_calls_is_named(absent: tuple[int, ...], names: str, s
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: StoreKind) -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=1.5)
+        hasty, fence = fence_of_all(timeout=1.5), fence_of_all()
         if dist.get_rank() == 1:
-            time.sleep(2.5)
-        first = save(fence)
+            dist.barrier()
+            first = save(hasty)
+        else:
+            first = save(hasty)
+            dist.barrier()
         dist.barrier()
         return [first, save(fence), save(fence)]
 
@@ -70,12 +74,14 @@ def test_a_late_rank_raises_the_same_and_the_next_call_lines_up(store: StoreKind
 
 def test_calls_in_vain_leave_no_keys() -> None:
     def on_rank() -> list[int]:
-        fence = fence_of_all(timeout=0.7)
+        hasty, fence = fence_of_all(timeout=0.5), fence_of_all()
         counts = []
         for _ in range(3):
             if dist.get_rank() == 1:
-                time.sleep(1.2)
-            assert save(fence).startswith("RankError")
+                dist.barrier()
+            assert save(hasty).startswith("RankError")
+            if dist.get_rank() == 0:
+                dist.barrier()
             dist.barrier()
             assert save(fence) == "0,1"
             counts.append(default_store().num_keys())
@@ -86,8 +92,8 @@ def test_calls_in_vain_leave_no_keys() -> None:
 
 def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=0.8)
-        results = [save(fence), save(fence)] if dist.get_rank() else []
+        hasty, fence = fence_of_all(timeout=0.8), fence_of_all()
+        results = [save(hasty), save(hasty)] if dist.get_rank() else []
         dist.barrier()
         return [*results, save(fence), save(fence)]
 
@@ -99,13 +105,15 @@ def test_ranks_that_gave_up_waiting_for_the_lead_line_up_again() -> None:
 
 def test_a_lead_that_went_on_is_met_at_its_newest_call() -> None:
     def on_rank() -> list[str]:
-        fence = fence_of_all(timeout=1.5 if dist.get_rank() == 0 else 60.0)
+        hasty, fence = fence_of_all(timeout=0.5), fence_of_all()
         if dist.get_rank() == 1:
-            time.sleep(2.5)
+            assert fence._link is not None
+            while fence._link.board.read("number") != 2:
+                time.sleep(0.01)
             return [save(fence), save(fence)]
-        return [save(fence), save(fence), save(fence)]
+        return [save(hasty), save(fence), save(fence)]
 
-    text = "RankError: save must be called on every rank, but rank 1 did not call it within 1.5 s"
+    text = "RankError: save must be called on every rank, but rank 1 did not call it within 0.5 s"
     assert run_ranks(on_rank, 2) == [[text, "0,1", "0,1"], ["0,1", "0,1"]]
 
 
@@ -131,16 +139,25 @@ def test_an_interrupt_while_ranks_are_waited_for_reaches_those_that_called(inter
     assert results == [f"RankError: rank {interrupted}: interrupted by KeyboardInterrupt"] * 2
 
 
-def test_waiting_is_logged_once() -> None:
+def test_waiting_is_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(board, "WARNING_SECONDS", 1.0)
+    logged = multiprocessing.get_context("fork").Semaphore(0)
+
     def on_rank() -> list[str]:
         messages: list[str] = []
+
+        def emit(record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+            logged.release()
+
         handler = logging.Handler()
-        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = emit  # type: ignore[method-assign]
         logging.getLogger("fsdp_export").addHandler(handler)
         fence = fence_of_all()
-        for late in (0, 1):
+        for late, num_waiting in ((0, 2), (1, 1)):
             if dist.get_rank() == late:
-                time.sleep(0.7)
+                for _ in range(num_waiting):
+                    logged.acquire()
             assert save(fence) == "0,1,2"
         return messages
 

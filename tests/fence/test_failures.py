@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import socket
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from ranks import StoreKind, run_ranks
 
 from fsdp_export.errors import ExportError, RankError, SinkError
 from fsdp_export.fence import Fence, Operation
+from fsdp_export.fence import operation as operation_module
 from fsdp_export.fence.board import Board
 
 HOST = socket.gethostname()
@@ -142,24 +144,29 @@ def test_an_interrupt_stays_what_it_is_where_it_happens(
 
 
 @pytest.mark.parametrize("interrupted", [0, 1], ids=["lead", "other"])
-def test_an_interrupted_rank_does_not_wait_for_a_busy_one(interrupted: int) -> None:
-    def on_rank() -> float:
+def test_an_interrupted_rank_does_not_wait_for_a_busy_one(interrupted: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operation_module, "PATIENCE_SECONDS", 600.0)
+    has_ended = multiprocessing.get_context("fork").Event()
+
+    def on_rank() -> str:
         def body(operation: Operation) -> None:
             operation.agree()
             if dist.get_rank() == interrupted:
                 raise KeyboardInterrupt
             if dist.get_rank() == 2:
-                time.sleep(1)
+                has_ended.wait()
             operation.agree()
 
-        with pytest.raises((KeyboardInterrupt, RankError)):
+        with pytest.raises((KeyboardInterrupt, RankError)) as caught:
             run(fence_of_all(), body)
-        end = time.monotonic()
+        if dist.get_rank() == interrupted:
+            has_ended.set()
         dist.barrier()
-        return end
+        return caught.typename
 
-    ends = run_ranks(on_rank, 3)
-    assert ends[interrupted] < ends[2]
+    kinds = run_ranks(on_rank, 3)
+    assert kinds.pop(interrupted) == "KeyboardInterrupt"
+    assert kinds == ["RankError"] * 2
 
 
 def test_a_lead_interrupted_before_it_writes_a_verdict_is_heard_in_every_round(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import itertools
 import os
 import random
 import signal
@@ -20,9 +22,11 @@ import pytest
 import torch.distributed as dist
 from ranks import StoreKind, run_ranks
 
+from fsdp_export.compat import default_store
 from fsdp_export.errors import RankError
 from fsdp_export.fence import Fence, Operation, heartbeat
 from fsdp_export.fence.board import Board
+from fsdp_export.fence.file_store import log_of
 
 HOST = socket.gethostname()
 REPOSITORY = Path(__file__).parents[2]
@@ -148,14 +152,19 @@ def test_a_killed_lead_takes_the_store_along(wait: Any) -> None:
     assert run_ranks(on_rank, 3, store="tcp", expect_death={0}) == [None, [lost] * 2, [lost] * 2]
 
 
-def test_a_rank_killed_while_others_are_waited_for_ends_the_waiting() -> None:
+def test_a_rank_killed_while_others_are_waited_for_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(board: Board, key: str, value: object, original: Callable[..., None] = Board.write) -> None:
+        original(board, key, value)
+        if key == "report/1":
+            board.read(key)
+            die()
+
     def on_rank() -> str | None:
         if dist.get_rank() == 2:
             return None
-        fence = fence_of_all()
         if dist.get_rank() == 1:
-            threading.Timer(0.5, die).start()
-        return str(told(fence, meet))
+            monkeypatch.setattr(Board, "write", write)
+        return str(told(fence_of_all(), meet))
 
     assert run_ranks(on_rank, 3, expect_death={1}) == [f"rank 1: {SILENT}", None, None]
 
@@ -207,13 +216,25 @@ def test_a_job_that_was_suspended_goes_on() -> None:
     assert run_ranks(on_rank, 3) == [["0", "1"], ["0", "1"], []]
 
 
+def stop_outside_of_the_store(pid: int) -> None:
+    """Stop a process while it does not have the file of the store locked, which would stop the others, too."""
+    log = log_of(default_store())
+    assert log is not None
+    with log._path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.kill(pid, signal.SIGSTOP)
+        tasks = [Path(task, "stat") for task in Path(f"/proc/{pid}/task").iterdir()]
+        while any(task.read_text().rpartition(")")[2].split()[0] != "T" for task in tasks):
+            time.sleep(0.001)
+
+
 def test_a_rank_that_was_only_stuck_raises_the_same() -> None:
     def on_rank() -> str:
         pids: list[Any] = [None] * 3
         dist.all_gather_object(pids, os.getpid())
         if dist.get_rank() == 2:
             time.sleep(0.5)
-            os.kill(pids[1], signal.SIGSTOP)
+            stop_outside_of_the_store(pids[1])
             time.sleep(2)
             os.kill(pids[1], signal.SIGCONT)
             return ""
@@ -303,11 +324,11 @@ def test_interrupts_at_any_moment_never_bring_ranks_out_of_step() -> None:
         fence = fence_of_all()
         chance = random.Random(dist.get_rank())
         end = time.monotonic() + 2
-        num_tries = 0
-        while True:
-            num_tries += 1
+        for number in itertools.count(1):
             delay = chance.expovariate(100) if time.monotonic() < end else 0.0
-            if try_once(fence, delay, "stop" if time.monotonic() > end + 1 else "go on") == "stop":
-                return num_tries
+            word = "stop" if number > 10 and time.monotonic() > end + 1 else "go on"
+            if try_once(fence, delay, word) == "stop":
+                return number
+        raise AssertionError
 
     assert min(run_ranks(on_rank, 3)) > 3

@@ -85,6 +85,8 @@ def test_wait_returns_when_it_is_done() -> None:
 
 @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
 def test_rank_0_leaves_last_as_it_may_host_the_store(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    monkeypatch.setattr("fsdp_export.fence.operation.PATIENCE_SECONDS", 30.0)
+
     def slow_read(board: Board, key: str, read: Callable[[Board, str], Any] = Board.read) -> Any:
         time.sleep(0.2)
         return read(board, key)

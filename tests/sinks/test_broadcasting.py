@@ -53,4 +53,4 @@ def test_a_bucket_that_is_under_way_is_waited_for_only_a_while(monkeypatch):
             Exporter(shard(tiny(), "1d", 2)).send(sink)
         return sink.num_announced, [each.name for each in threading.enumerate() if "send" in each.name]
 
-    assert run_ranks(check, 2, timeout=20) == [(1, []), (0, [])]
+    assert run_ranks(check, 2) == [(1, []), (0, [])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import time
+import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -87,7 +87,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def communicator(library: FakeNccl, **options: Any) -> Communicator:
-    chosen: dict[str, Any] = {"timeout": 5, "library": library} | options
+    chosen: dict[str, Any] = {"timeout": 60, "library": library} | options
     return Communicator(bytes(range(128)), 0, 3, CPU, **chosen)
 
 
@@ -134,10 +134,8 @@ def test_whoever_does_not_come_is_given_up(where, device):
     library = FakeNccl()
     made = communicator(library, timeout=0.2)
     library.busy, device.is_done = (10**9, True) if where == "library" else (3, False)
-    begin = time.monotonic()
     with pytest.raises(SinkError, match=r"NCCL took more than 0\.2 s to send 4 bytes"):
         made.broadcast(torch.zeros(4, dtype=torch.uint8))
-    assert time.monotonic() - begin < 2
     assert library.calls[-1] == ("abort", 0xBEEF)
     with pytest.raises(SinkError, match="aborted"):
         made.broadcast(torch.zeros(4, dtype=torch.uint8))
@@ -157,7 +155,7 @@ def test_what_makes_waiting_useless_is_raised_at_once(doing, device):
 
 def test_an_abort_that_does_not_return_is_not_waited_for(monkeypatch, caplog):
     library = FakeNccl()
-    library.ncclCommAbort = lambda _: time.sleep(1)
+    library.ncclCommAbort = lambda _: threading.Event().wait()
     monkeypatch.setattr(nccl, "_ABORT_SECONDS", 0.05)
     communicator(library).abort()
     assert "did not leave a communicator" in caplog.text
