@@ -24,7 +24,7 @@ __all__ = ["Log", "log_of"]
 _LENGTH = struct.Struct("=I")
 _FIRST = _LENGTH.pack(9) + b"refcount/"
 # What is unfinished that long was left; the lock makes sure.
-_UNFINISHED_SECONDS, _LOCKED_SECONDS = 0.1, 10.0
+_UNFINISHED_SECONDS, _LOCKED_SECONDS, _PAUSE = 0.1, 10.0, 1e-3
 
 
 def log_of(store: Store) -> Log | None:
@@ -64,10 +64,10 @@ class Log:
         """
         # What cannot be opened is torch's to complain of, or to make anew: whoever leaves last removes it.
         with contextlib.suppress(OSError), self._path.open("r+b", buffering=0) as file:
-            begin = time.monotonic()
+            seconds = 0.0  # slept, not passed: the job may have been suspended meanwhile
             while self._is_unfinished(file):
-                time.sleep(1e-3)
-                seconds = time.monotonic() - begin
+                time.sleep(_PAUSE)
+                seconds += _PAUSE
                 if seconds > _LOCKED_SECONDS:
                     raise RankError(
                         f"a rank was killed as it wrote to the store of the process group, {self._path}, "
