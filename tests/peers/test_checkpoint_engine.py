@@ -114,6 +114,7 @@ def update_twice(
         exporter = Exporter(shard(hf_model("llama"), "1d", 2))
         inject(sink)
         outcome = outcome_of(lambda: exporter.send(sink))
+        running.may_go_on.set()
         sink.__dict__.pop(step, None)
         sink.timeout = 20
         exporter.send(sink)
