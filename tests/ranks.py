@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch._dynamo  # noqa: F401  what `fully_shard` imports at its first use, here once for all ranks
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 __all__ = ["RankFailedError", "StoreKind", "free_port", "run_ranks"]
 
@@ -34,6 +34,8 @@ StoreKind = Literal["tcp", "file"]
 # After the first failure: what the others still have to say is worth less than a quick answer.
 _GRACE_SECONDS = 3.0
 _STACKS_SECONDS = 10.0
+# The private name warns since torch 2.14.
+_set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
 # To meet, whatever a test allows afterwards.
 _MEETING_TIMEOUT = timedelta(seconds=60)
 # Below those that the system gives to whoever asks for any, as most tests do, or connects.
@@ -173,7 +175,7 @@ def _be_rank(
         )
         # Or a rank that is done soon is gone before another one has connected to it.
         dist.barrier()
-        _set_pg_timeout(timedelta(seconds=pg_timeout))
+        _set_timeout(timedelta(seconds=pg_timeout))
         sender.send(_Outcome(fn(*args)))
     except BaseException:  # noqa: BLE001  whatever it is, it is the parent's to raise
         sender.send(_Outcome(None, traceback.format_exc(), time.monotonic()))
