@@ -8,21 +8,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from fake_server import FakeServer
+from faults import FOREVER, Outcome, outcome_of, the_error
 from models import shard, tiny
 from ranks import run_ranks
 from torch import nn
 
 from fsdp_export import Exporter
-from fsdp_export.errors import ExportError, SinkError
-from fsdp_export.fence import operation
 from fsdp_export.sinks.broadcasting import BroadcastSink
 
 __all__ = [
-    "FOREVER",
     "alone",
     "changed",
     "fail_and_update_again",
@@ -34,8 +31,6 @@ __all__ = [
 
 NewSink = Callable[[], BroadcastSink]
 State = dict[str, Any]
-FOREVER = 3600.0
-"""Seconds; whoever waits for that long hangs."""
 
 
 def changed(times: int, model: nn.Module | None = None) -> nn.Module:
@@ -104,35 +99,32 @@ def fail_and_update_again(
     """
     server.fail(route, kind, after=after)
 
-    def check() -> tuple[str, State, State]:
-        operation.PATIENCE_SECONDS = FOREVER
+    def check() -> tuple[Outcome, State, State]:
         sink, is_lead = new_sink(), dist.get_rank() == 0
         if kind == "stall":
             lose_patience(sink, route, after)
         model = shard(tiny(), "1d", 3)
         exporter = Exporter(model)
-        with pytest.raises(SinkError) as caught:
-            exporter.send(sink)
+        outcome = outcome_of(lambda: exporter.send(sink))
         failed = server.state() if is_lead and kind != "die" else {}
         changed(1, model)
         with server.restarted() if is_lead and kind == "die" else nullcontext():
             exporter.send(sink)
-            return str(caught.value), failed, server.state() if is_lead else {}
+            return outcome, failed, server.state() if is_lead else {}
 
     try:
-        messages, (failed, *_), (state, *_) = zip(*run_ranks(check, 3), strict=True)
+        outcomes, (failed, *_), (state, *_) = zip(*run_ranks(check, 3), strict=True)
     finally:
         server.stop()
-    assert len(set(messages)) == 1
-    return messages[0], failed, state
+    kind, message = the_error(outcomes)
+    assert kind == "SinkError"
+    return message, failed, state
 
 
 def fail_on_one_rank(server: FakeServer, sink_class: type[BroadcastSink], **options: Any) -> State:
     """Let a rank fail in the middle of an update, then send other values; return the server's state in between."""
 
     def check() -> State:
-        operation.PATIENCE_SECONDS = FOREVER
-
         class Failing(sink_class):  # type: ignore[misc, valid-type]
             is_failing = True
 
@@ -144,8 +136,9 @@ def fail_on_one_rank(server: FakeServer, sink_class: type[BroadcastSink], **opti
         sink = Failing(server.url, bucket_bytes=1, timeout=FOREVER, **options)
         model = shard(tiny(), "1d", 3)
         exporter = Exporter(model, bucket_bytes=1)
-        with pytest.raises(ExportError, match="out of luck"):
-            exporter.send(sink)
+        kind, text = outcome_of(lambda: exporter.send(sink))
+        assert kind == "RankError"
+        assert "out of luck" in text
         state = server.state() if dist.get_rank() == 0 else {}
         Failing.is_failing = False
         changed(1, model)

@@ -22,6 +22,7 @@ from fsdp_export.fence import operation
 from fsdp_export.sinks.files import FileSink
 
 __all__ = [
+    "FOREVER",
     "NUM_RANKS",
     "Outcome",
     "before_call",
@@ -33,6 +34,9 @@ __all__ = [
     "outcome_of",
     "the_error",
 ]
+
+FOREVER = 3600.0
+"""Seconds; whoever waits for that long hangs."""
 
 NUM_RANKS = 3
 
@@ -81,7 +85,7 @@ def before_call(target: object, method: str, act: Callable[[], object], *, numbe
 def outcome_of(call: Callable[[], object]) -> Outcome:
     """Return what a call raises. After a failure, the first rank hangs if it waits for one that will not come."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "PATIENCE_SECONDS", 3600.0)
+        patch.setattr(operation, "PATIENCE_SECONDS", FOREVER)
         try:
             call()
         except BaseException as error:  # noqa: BLE001  an interrupt is an outcome

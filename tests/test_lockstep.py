@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from streams import DeviceModule, Stream
 from torch.overrides import TorchFunctionMode
 
 from fsdp_export.fence import Operation
@@ -23,39 +24,19 @@ DEVICE = torch.device("meta")
 MESH = Mesh((0, 1, 2, 3), (2, 2))
 
 
-class Stream:
-    """Stands in for a stream of a device. All that is queued there has happened."""
-
-    current: Any
-
-    def __init__(self, device: torch.device = DEVICE) -> None:
-        self.device, self.waits_for = device, list[Stream]()
-
-    def __enter__(self) -> None:
-        self._before, Stream.current = Stream.current, self
-
-    def __exit__(self, *_: object) -> None:
-        Stream.current = self._before
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.waits_for.append(other)
-
-    def record_event(self) -> Any:
-        return SimpleNamespace(query=lambda: True)
-
-
 class Ties(TorchFunctionMode):
     """Notes which tensors are tied to which streams, and on which the memory of an operator's result is taken."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: DeviceModule) -> None:
         super().__init__()
+        self._module = module
         self.tied: list[tuple[torch.Tensor, Stream]] = []
         self.taken: list[tuple[torch.Tensor, Stream]] = []
 
     def __torch_function__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):
-            self.taken.append((result, Stream.current))
+            self.taken.append((result, self._module.current[-1]))
         return result
 
     def streams_of(self, tensor: torch.Tensor) -> list[Stream]:
@@ -87,8 +68,7 @@ class Memory:
 @pytest.fixture
 def walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """A walk of three buckets of a tensor that is sharded and one that is not, and all that it did."""
-    Stream.current = consumer = Stream()
-    monkeypatch.setattr(torch, "get_device_module", lambda _: _Module)
+    module = DeviceModule(monkeypatch)
     _side_streams.cache_clear()
     launched: list[Gather] = []
 
@@ -99,28 +79,16 @@ def walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     monkeypatch.setattr(Gather, "launch", launch)
     source: Any = Memory()
-    ties = Ties()
+    ties = Ties(module)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *pair: ties.tied.append(pair))
     with ties:
         generator: Any = gathered_buckets(source.buckets(), source, Operation())
         _, gathers = _side_streams(DEVICE)
-        seen = SimpleNamespace(source=source, consumer=consumer, launched=launched, ties=ties, fails_at=None)
-        seen.buckets, seen.gathers = generator, gathers
+        seen = SimpleNamespace(source=source, module=module, launched=launched, ties=ties, fails_at=None)
+        seen.buckets, seen.gathers, seen.consumer = generator, gathers, module.current[0]
         yield seen
         generator.close()
     _side_streams.cache_clear()
-
-
-class _Module:
-    Stream = Stream
-
-    @staticmethod
-    def stream(stream: Any) -> Any:
-        return stream
-
-    @staticmethod
-    def current_stream(_: torch.device) -> Any:
-        return Stream.current
 
 
 def test_what_is_gathered_is_of_the_consumers_stream_and_tied_to_no_other(walk):
@@ -142,7 +110,7 @@ def test_what_is_gathered_is_of_the_consumers_stream_and_tied_to_no_other(walk):
 
 def test_what_is_taken_on_another_stream_is_tied_to_that(walk):
     next(walk.buckets)
-    with (other := Stream()):
+    with walk.module.stream(other := Stream()):
         sharded, copied = next(walk.buckets).tensors
     assert walk.ties.streams_of(sharded) == [other]
     assert walk.ties.streams_of(copied) == [walk.gathers, other]

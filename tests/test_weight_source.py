@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +15,7 @@ from exports import assert_same, expected_export
 from hub_models import hub_model
 from models import shard, tiny
 from ranks import run_ranks
+from streams import DeviceModule, Stream
 
 from fsdp_export import Exporter, weight_source
 from fsdp_export.errors import RankError
@@ -62,58 +63,33 @@ def test_it_has_the_shape_that_vllm_asks_for():
     assert all((meta.owners, meta.mesh_shape, meta.placements) == (None, None, None) for meta in source.metadata)
 
 
-class Stream:
-    """Stands in for a stream of a device."""
-
-    def __init__(self, device: object = None) -> None:
-        self.device, self.waited_for = device, list[object]()
-
-    def wait_stream(self, other: object) -> None:
-        self.waited_for.append(other)
-
-
 def test_every_update_is_on_the_same_stream_which_waits_for_training_anew(monkeypatch):
     """What an allocator keeps for one stream serves no other one."""
-    default, current = Stream(), Stream()
-    module = SimpleNamespace(Stream=Stream, default_stream=lambda _: default, current_stream=lambda _: current)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    device = torch.device("cuda", 77)  # of no test that follows
+    module, device = DeviceModule(monkeypatch), torch.device("cuda", 77)  # of no test that follows
     first, second = (weight_source._own_stream(device) for _ in range(2))
     assert first is second
     assert first.device == device
-    assert first.waited_for == [default, current] * 2
+    assert first.waits_for == [module.default, module.current[0]] * 2
 
 
 def test_tensors_are_gathered_on_that_stream_and_handed_over_on_the_consumers(monkeypatch):
     """The stream, which all updates share, is entered by a context that is new each time: one of two threads failed."""
-    default, consumer, entered = Stream(), Stream(), list[Stream]()
-    current, ties = [consumer], list[tuple[str, Stream]]()
-
-    @contextmanager
-    def enter(stream: Stream) -> Iterator[None]:
-        entered.append(stream)
-        current.append(stream)
-        yield
-        current.pop()
+    module, device = DeviceModule(monkeypatch), torch.device("cuda", 78)  # of no test that follows
+    consumer, ties = module.current[0], list[tuple[str, Stream]]()
 
     def gathered() -> Iterator[tuple[str, Any]]:
         for name in ("a", "b"):
-            assert current[-1] is ours
+            assert module.current[-1] is ours
             yield name, SimpleNamespace(record_stream=lambda stream, name=name: ties.append((name, stream)))
 
-    module = SimpleNamespace(
-        Stream=Stream, stream=enter, default_stream=lambda _: default, current_stream=lambda _: current[-1]
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
-    device = torch.device("cuda", 78)  # of no test that follows
     ours = weight_source._stream(device)
     exporter: Any = SimpleNamespace(source=SimpleNamespace(device=device), tensors=gathered)
     for number, (_, _) in enumerate(WeightSource(exporter).iter_full()):
-        assert current == [consumer]
-        assert consumer.waited_for == [ours] * (number + 1)
+        assert module.current == [consumer]
+        assert consumer.waits_for == [ours] * (number + 1)
     assert ties == [("a", consumer), ("b", consumer)]
-    assert entered == [ours] * 3
-    assert ours.waited_for == [default, consumer]
+    assert module.entered == [ours] * 3
+    assert ours.waits_for == [module.default, consumer]
 
 
 def test_a_sender_that_is_slow_is_waited_for_and_one_that_leaves_ends_it_for_all():

@@ -116,8 +116,8 @@ class FileSink(Sink):
             with _write_errors(path, layout.num_bytes), path.open("xb") as file:
                 file.write(layout.header)
                 file.truncate(layout.num_bytes)
-        made = self._publication.staging.absolute()
-        return json.dumps([str(made.parent), made.name, self._publication.token, _digest(self.layouts)])
+        where = [str(self.folder.absolute()), self._publication.staging.name]
+        return json.dumps([*where, self._publication.token, _digest(self.layouts)])
 
     def open(self, plan: Plan, rank: int, ticket: str) -> None:
         """Look for the hidden folder; see `Sink.open`.

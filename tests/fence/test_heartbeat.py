@@ -40,6 +40,18 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def die_after_writing(last: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process die as soon as a key of its own is in the store."""
+
+    def write(board: Board, key: str, value: object, original: Callable[..., None] = Board.write) -> None:
+        original(board, key, value)
+        if key == last:
+            board.read(key)
+            die()
+
+    monkeypatch.setattr(Board, "write", write)
+
+
 def told(fence: Fence, body: Callable[[Operation], object]) -> RankError:
     """Return the error that comes out of an operation."""
 
@@ -96,12 +108,6 @@ def test_several_killed_ranks_are_named_together() -> None:
 
 
 def test_a_rank_that_says_what_happened_and_dies_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(board: Board, key: str, value: object, original: Callable[..., None] = Board.write) -> None:
-        original(board, key, value)
-        if key == "failed":
-            board.read(key)
-            die()
-
     def on_rank() -> str:
         def body(operation: Operation) -> None:
             operation.agree()
@@ -111,7 +117,7 @@ def test_a_rank_that_says_what_happened_and_dies_has_the_last_word(monkeypatch: 
             time.sleep(1.2)
 
         if dist.get_rank() == 1:
-            monkeypatch.setattr(Board, "write", write)
+            die_after_writing("failed", monkeypatch)
         return str(told(fence_of_all(), body))
 
     text = f"rank 1 ({HOST}): disk full"
@@ -153,17 +159,11 @@ def test_a_killed_lead_takes_the_store_along(wait: Any) -> None:
 
 
 def test_a_rank_killed_while_others_are_waited_for_ends_the_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(board: Board, key: str, value: object, original: Callable[..., None] = Board.write) -> None:
-        original(board, key, value)
-        if key == "report/1":
-            board.read(key)
-            die()
-
     def on_rank() -> str | None:
         if dist.get_rank() == 2:
             return None
         if dist.get_rank() == 1:
-            monkeypatch.setattr(Board, "write", write)
+            die_after_writing("report/1", monkeypatch)
         return str(told(fence_of_all(), meet))
 
     assert run_ranks(on_rank, 3, expect_death={1}) == [f"rank 1: {SILENT}", None, None]

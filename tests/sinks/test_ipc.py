@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exports import assert_same, expected_export
-from faults import Outcome, before_call, outcome_of, the_error
+from faults import FOREVER, Outcome, before_call, outcome_of, the_error
 from ipc_engine import Engine, FileIPC, engine
 from live_bytes import left_over, tensors_alive
 from models import shard, tiny
@@ -71,7 +71,7 @@ def send_with_fault(
     """
 
     def check() -> Outcome:
-        sink = FileIPC(running.url, folder, **{"engine": "vllm", "bucket_bytes": 1, "timeout": 3600, **options})
+        sink = FileIPC(running.url, folder, **{"engine": "vllm", "bucket_bytes": 1, "timeout": FOREVER, **options})
         exporter = Exporter(shard(tiny(), "1d", 2), bucket_bytes=1)
         inject(sink)
         gc.collect()

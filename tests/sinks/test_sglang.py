@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 from engine_updates import (
-    FOREVER,
     alone,
     changed,
     fail_and_update_again,
@@ -21,6 +20,7 @@ from engine_updates import (
 from exports import expected_export
 from fake_server import digests_of
 from fake_sglang import FakeSGLang
+from faults import FOREVER
 from hub_models import hub_model
 from models import tiny
 from ranks import free_port

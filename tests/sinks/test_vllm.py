@@ -8,7 +8,6 @@ from functools import partial
 
 import pytest
 from engine_updates import (
-    FOREVER,
     alone,
     changed,
     fail_and_update_again,
@@ -19,6 +18,7 @@ from engine_updates import (
 from exports import expected_export
 from fake_server import digests_of
 from fake_vllm import FakeVLLM
+from faults import FOREVER
 from gloo_wire import OverGloo
 from models import tiny
 from ranks import run_ranks
